@@ -1,0 +1,47 @@
+"""Launch choices of the swiglu kernels: a pure function of shape, element size and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuselm.kernels._triton import DeviceProfile
+
+_THREADS = 128
+_VECTORS = 2  # 16-byte loads in flight a thread and operand
+
+
+@dataclass(frozen=True)
+class SwigluLaunch:
+    """How the swiglu kernels are launched.
+
+    Attributes:
+        block_rows: rows a program (more than one only where a row is short).
+        block_columns: columns of the output a program.
+        num_warps: warps a program.
+    """
+
+    block_rows: int
+    block_columns: int
+    num_warps: int
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile) -> SwigluLaunch:
+    """Chooses tiles in which each thread holds two 16-byte vectors of gate and two of up.
+
+    Args:
+        rows: rows that are equally far apart (tiles do not cross a break in the row stride).
+        ffn: columns of the output.
+        itemsize: bytes of an element.
+        profile: unused so far: the op is bound by memory on every device.
+    """
+    del profile
+    per_thread = _VECTORS * 16 // itemsize
+    elements = _THREADS * per_thread
+    block_columns = min(elements, _power_of_two(ffn))
+    block_rows = min(elements // block_columns, _power_of_two(rows))
+    num_warps = max(1, min(4, block_rows * block_columns // (32 * per_thread)))
+    return SwigluLaunch(block_rows, block_columns, num_warps)

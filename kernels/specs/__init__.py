@@ -1,0 +1,1 @@
+"""KernelSpecs: what tests and benchmarks know of each op. `registry.SPECS` lists them all."""

@@ -1,0 +1,56 @@
+"""fuselm: fused Triton kernels for LLaMA-style models, and the model and trainer that use them.
+
+    import fuselm
+    y = fuselm.rms_norm(x, weight)
+    model = fuselm.Llama(fuselm.LlamaConfig.from_preset("124m"))
+
+Names load on first use, so `import fuselm` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "rms_norm": "fuselm.kernels.rms_norm",
+    "add_rms_norm": "fuselm.kernels.rms_norm",
+    "rope": "fuselm.kernels.rope",
+    "swiglu": "fuselm.kernels.swiglu",
+    "cross_entropy": "fuselm.kernels.cross_entropy",
+    "linear_cross_entropy": "fuselm.kernels.linear_cross_entropy",
+    "attention": "fuselm.kernels.attention.api",
+    "AdamW": "fuselm.kernels.adamw",
+    "LlamaConfig": "fuselm.model.config",
+    "Llama": "fuselm.model.llama",
+    "generate": "fuselm.model.generate",
+}
+
+if TYPE_CHECKING:
+    from fuselm.kernels.adamw import AdamW as AdamW
+    from fuselm.kernels.attention.api import attention as attention
+    from fuselm.kernels.cross_entropy import cross_entropy as cross_entropy
+    from fuselm.kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from fuselm.kernels.rms_norm import add_rms_norm as add_rms_norm
+    from fuselm.kernels.rms_norm import rms_norm as rms_norm
+    from fuselm.kernels.rope import rope as rope
+    from fuselm.kernels.swiglu import swiglu as swiglu
+    from fuselm.model.config import LlamaConfig as LlamaConfig
+    from fuselm.model.generate import generate as generate
+    from fuselm.model.llama import Llama as Llama
+
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 - built from the one table of public names
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fuselm' has no attribute {name!r}; it has {', '.join(sorted(_PUBLIC))}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

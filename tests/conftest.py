@@ -1,0 +1,53 @@
+"""Shared by all tests: the interpreter switch, one compile cache, GPU marks, and a gate against skipped kernel tests."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+# @triton.jit decides at import between compiling and interpreting, so this stands before anything imports triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"fuselm-inductor-{os.getuid()}"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    needs = {"gpu": 1, "gpu2": 2}
+    dropped = [item for item in items if any(item.get_closest_marker(m) and gpus < n for m, n in needs.items())]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config) -> None:
+    skipped = [r.nodeid for r in terminalreporter.stats.get("skipped", []) if "tests/kernels" in r.nodeid]
+    if skipped:
+        terminalreporter.write_line(f"ERROR: {len(skipped)} kernel tests were skipped; kernels must be tested", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    if exitstatus == 0 and any("tests/kernels" in r.nodeid for r in reporter.stats.get("skipped", [])):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device kernels run on: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(0)

@@ -1,0 +1,347 @@
+"""The configuration of a run: nested dataclasses, one section a concern, and their way to and from JSON and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fuselm.model.config import LlamaConfig
+from fuselm.train.errors import UserError
+from fuselm.train.lr_schedule import ScheduleConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long to train, and on how much at a time."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+
+    seq_len: int = 256
+    """Tokens a sequence; at most model.max_seq_len."""
+
+    global_batch_size: int = 4
+    """Sequences an optimizer step, over all ranks and micro-batches."""
+
+    micro_batch_size: int = 4
+    """Sequences a rank puts through the model at once. Gradient accumulation follows:
+    global_batch_size / (micro_batch_size * ranks) micro-batches a step."""
+
+    seed: int = 0
+    """Seeds the initial weights and the order of the data."""
+
+    max_nonfinite_steps: int = 5
+    """Stop after this many steps in a row whose loss or gradient norm is not finite. Such a step changes no weight."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on."""
+
+    path: Path | None = None
+    """Folder written by prepare_data.py; none for the bundled plays, which are tokenized on first use."""
+
+    vocab_size: int = 1024
+    """Size of the tokenizer trained on the bundled plays; unused when data.path is given."""
+
+    document_mask: bool = False
+    """Keep packed documents apart: attention does not cross their borders."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) and gradient clipping."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    eps: float = 1e-8
+    """Added to the denominator, after the bias correction."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only (not on norm weights)."""
+
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient norm to this; None for no clipping."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where and how the model runs."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes the GPUs when there are any."""
+
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the forward and backward pass. Parameters, gradient reductions and optimizer state stay float32."""
+
+    reshard_after_forward: bool = True
+    """Free each block's gathered parameters between its forward and backward pass: less memory, one more all-gather."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute each block in the backward pass (full), or all of it but attention and every second matmul (selective)."""
+
+    compile: bool | None = None
+    """torch.compile each block; None compiles on a GPU and not on a CPU."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation loss."""
+
+    every: int = 100
+    """Steps between two validations; 0 for none during the run. It always runs before the first and after the last step."""
+
+    batches: int = 10
+    """Global batches a validation; fewer when the validation split is shorter; 0 turns validation off."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 500
+    """Steps between two checkpoints; 0 saves only at the end and on SIGINT or SIGTERM."""
+
+    keep: int = 2
+    """How many of the newest checkpoints stay; older ones go once a newer one is complete."""
+
+    resume: str = "auto"
+    """auto: go on from the run folder's newest complete checkpoint, if any. never: start over (an earlier run of that name is
+    moved aside). Or the path of a checkpoint or run folder to start from."""
+
+    save: bool = True
+    """Write checkpoints at all."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run prints and writes."""
+
+    every: int = 1
+    """Steps between two printed lines. metrics.jsonl has every step."""
+
+    progress: Literal["auto", "bar", "plain"] = "auto"
+    """A progress bar on a terminal, plain lines elsewhere; or always one of them."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+
+    plot: bool = True
+    """Draw loss.png."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    preset: str = "debug"
+    """The named configuration to start from; every other option overrides one field of it."""
+
+    name: str = ""
+    """Name of the run; the preset's name when empty."""
+
+    runs: Path = Path("runs")
+    """Folder of all runs. The run writes to RUNS/NAME."""
+
+    model: LlamaConfig = field(default_factory=lambda: LlamaConfig.from_preset("debug"))
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.runs / (self.name or self.preset)
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------------
+
+
+def to_json(config: Any) -> str:
+    """A configuration dataclass as JSON text; `from_dict` reads it back."""
+    return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
+    """Build a configuration dataclass from the dict that `to_json` wrote.
+
+    Raises:
+        UserError: a field that does not exist, with the nearest one that does.
+    """
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise UserError(f"unknown field {where}{name}{_nearest(name, known)}")
+    return cls(**{name: _convert(hints[name], value, f"{where}{name}.") for name, value in values.items()})
+
+
+def config_from_json(run: Path) -> TrainConfig:
+    """The resolved configuration of a run.
+
+    Args:
+        run: the run folder, or its config.json.
+
+    Raises:
+        UserError: the file is missing or is not a configuration.
+    """
+    path = run / "config.json" if run.is_dir() else run
+    try:
+        return from_dict(TrainConfig, json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a run's configuration: {error}") from error
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, dict):
+            return from_dict(typing.cast(type, option), value, where)
+        if option is Path:
+            return Path(value)
+        if typing.get_origin(option) is tuple:
+            return tuple(value)
+    return value
+
+
+# --- The command line -------------------------------------------------------------------------------------------------------
+
+
+def parse_command_line(arguments: list[str], presets: dict[str, Any], description: str) -> TrainConfig:
+    """`--preset NAME [--section.field value]` to a configuration.
+
+    Args:
+        arguments: the command line without the program's name.
+        presets: name to function that returns the `TrainConfig` of that preset.
+        description: first paragraph of `--help`.
+
+    Raises:
+        UserError: an unknown preset or option (the message has the nearest name), or a value of the wrong type.
+        SystemExit: after `--help`.
+    """
+    arguments = [part for argument in arguments for part in _split_option(argument)]
+    help_wanted = any(argument in ("-h", "--help") for argument in arguments)
+    name = _preset_name(arguments)
+    if name not in presets:
+        raise UserError(f"unknown preset {name!r}{_nearest(name, list(presets))}; there are {', '.join(presets)}")
+    default: TrainConfig = presets[name]()
+    if help_wanted:
+        _tyro(["--help"], default, f"{description}\n\nPresets: {', '.join(presets)}.", quiet=False)
+    options = list(option_names(default))
+    for argument in arguments:
+        if argument.startswith("--") and argument not in options:
+            raise UserError(f"unknown option {argument}{_nearest(argument, options)}")
+    try:
+        return _tyro(arguments, default, description, quiet=True)
+    except ValueError as error:  # a dataclass refused its values
+        raise UserError(str(error)) from error
+    except SystemExit:
+        pass
+    # One option at a time, so that the message can name the one that does not parse.
+    for option, values in _groups(arguments):
+        try:
+            _tyro([option, *values], default, description, quiet=True)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        except SystemExit:
+            expected = option_names(default).get(option)
+            if expected is None:
+                raise UserError(f"unexpected argument {option!r}; options look like --section.field value") from None
+            raise UserError(f"{option} wants {expected}, got {' '.join(values) or 'no value'!r}") from None
+    raise UserError(f"cannot parse {' '.join(arguments)}")
+
+
+def option_names(config: Any, prefix: str = "--") -> dict[str, str]:
+    """Every option of a configuration, with the type it wants in words."""
+    names: dict[str, str] = {}
+    hints = typing.get_type_hints(type(config))
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            names |= option_names(value, f"{prefix}{entry.name}.")
+        else:
+            names[prefix + entry.name] = _type_in_words(hints[entry.name])
+    return names
+
+
+def _type_in_words(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type_in_words(option) for option in typing.get_args(hint))
+    words = {int: "a whole number", float: "a number", bool: "True or False", Path: "a path", str: "text"}
+    return words.get(hint, "None" if hint is type(None) else str(hint))
+
+
+def _tyro(arguments: list[str], default: TrainConfig, description: str, *, quiet: bool) -> TrainConfig:
+    import tyro
+
+    return tyro.cli(
+        TrainConfig,
+        args=arguments,
+        default=default,
+        description=description,
+        console_outputs=not quiet,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
+
+
+def _split_option(argument: str) -> list[str]:
+    """`--a-b=c` as `--a_b c`: one spelling for all that follows."""
+    if not argument.startswith("--"):
+        return [argument]
+    option, equals, value = argument.partition("=")
+    return [option.replace("-", "_").replace("__", "--", 1), *([value] if equals else [])]
+
+
+def _preset_name(arguments: list[str]) -> str:
+    if "--preset" not in arguments:
+        return TrainConfig.preset
+    position = len(arguments) - arguments[::-1].index("--preset")
+    if position >= len(arguments):
+        raise UserError("--preset wants the name of a preset")
+    return arguments[position]
+
+
+def _groups(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    groups: list[tuple[str, list[str]]] = []
+    for argument in arguments:
+        if argument.startswith("--") or not groups:
+            groups.append((argument, []))
+        else:
+            groups[-1][1].append(argument)
+    return groups
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    # The last part counts too, so that --lr finds --optimizer.lr.
+    tails = {entry.rpartition(".")[2].lstrip("-"): entry for entry in known}
+    wanted = name.rpartition(".")[2].lstrip("-")
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = close or [tails[t] for t in difflib.get_close_matches(wanted, list(tails), n=1, cutoff=0.6)]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]}?)" if close else ""
