@@ -119,13 +119,14 @@ def select_backend(backend: Backend, device: torch.device) -> Literal["triton", 
         hint = (
             "install it with `pip install triton` (Linux)"
             if not HAVE_TRITON
-            else "move the tensors to an NVIDIA GPU, or set TRITON_INTERPRET=1 before the first import to run the kernels "
-            "in the interpreter"
+            else "move the tensors to an NVIDIA GPU, or set TRITON_INTERPRET=1 before the first import to run the "
+            "kernels in the interpreter"
         )
         raise RuntimeError(f"backend='triton' cannot run here: {reason}; {hint}, or pass backend='auto'")
     return "triton"
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype a reference computes in: fp64 if any tensor is fp64 (so that the reference is its own oracle), else fp32."""
+    """The dtype a reference computes in: fp64 if any tensor is fp64 (so that the reference is its own oracle), else
+    fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

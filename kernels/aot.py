@@ -4,8 +4,8 @@
         fuselm.rms_norm(x, w)            # nothing runs on a device; outputs hold whatever memory held
     for kernel in compiled: print(kernel.name, kernel.spill_bytes, kernel.warnings)
 
-Because the launch itself is intercepted, the signature, the specialisation and the launch choices are those of production;
-there is no second list of signatures to keep in step. It needs Triton without TRITON_INTERPRET.
+Because the launch itself is intercepted, the signature, the specialisation and the launch choices are those of
+production; there is no second list of signatures to keep in step. It needs Triton without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

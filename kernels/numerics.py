@@ -1,8 +1,8 @@
 """The error budget that tests and benchmarks share.
 
-A kernel is right when its error against the formula in fp64 is no larger than the error of what a user would have written in
-plain PyTorch at the same dtype, plus a slack derived from the dtype's unit roundoff. Both the norm of the error and its
-largest element count, so that one wrong element in a million shows.
+A kernel is right when its error against the formula in fp64 is no larger than the error of what a user would have
+written in plain PyTorch at the same dtype, plus a slack derived from the dtype's unit roundoff. Both the norm of the
+error and its largest element count, so that one wrong element in a million shows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Errors:
 
 
 def measure(actual: torch.Tensor, exact: torch.Tensor) -> Errors:
-    """Errors of `actual` against `exact` (same shape, any dtypes), computed in fp64. Infinities that agree count as equal;
-    NaN anywhere in `actual` where `exact` has none gives infinite errors."""
+    """Errors of `actual` against `exact` (same shape, any dtypes), computed in fp64. Infinities that agree count as
+    equal; NaN anywhere in `actual` where `exact` has none gives infinite errors."""
     if actual.shape != exact.shape:
         raise ValueError(f"shapes differ: actual {tuple(actual.shape)}, exact {tuple(exact.shape)}")
     if actual.numel() == 0:
@@ -46,13 +46,18 @@ def measure(actual: torch.Tensor, exact: torch.Tensor) -> Errors:
 
 
 def slack(dtype: torch.dtype) -> float:
-    """What a kernel may add to the plain op's error: half a rounding of the output in 16-bit dtypes, 8 roundings in fp32
-    (a different summation order), 64 in fp64."""
+    """What a kernel may add to the plain op's error: half a rounding of the output in 16-bit dtypes, 8 roundings in
+    fp32 (a different summation order), 64 in fp64."""
     return {torch.float32: 8.0, torch.float64: 64.0}.get(dtype, 0.5) * UNIT_ROUNDOFF[dtype]
 
 
 def check_budget(
-    actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, *, name: str = "output", dtype: torch.dtype | None = None
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    plain: torch.Tensor,
+    *,
+    name: str = "output",
+    dtype: torch.dtype | None = None,
 ) -> Errors:
     """Asserts that `actual` is as close to `exact` as `plain` is.
 
@@ -61,8 +66,8 @@ def check_budget(
         exact: the formula in fp64.
         plain: what plain PyTorch gives at the kernel's dtype.
         name: for the message.
-        dtype: the dtype whose slack applies; by default that of `actual`. Give the inputs' dtype where an fp32 output was
-            computed from 16-bit operands.
+        dtype: the dtype whose slack applies; by default that of `actual`. Give the inputs' dtype where an fp32 output
+            was computed from 16-bit operands.
 
     Returns:
         The kernel's errors.

@@ -4,11 +4,11 @@ Forward, a row x of n elements:    rstd = 1 / sqrt(mean(x²) + eps)       y = x 
 With a residual:                   h = x + residual, rounded to its dtype, takes the place of x; h is a second output.
 Backward, x̂ = x · rstd, g = dy · w: dx = rstd · (g - x̂ · mean(g · x̂)) [+ dh]       dw = Σ_rows dy · x̂
 
-Saved: x (or h), w, rstd (4 bytes a row). Bytes that must move, for elements of size s and R rows: forward 2·R·n·s, backward
-3·R·n·s; with a residual 4·R·n·s each way (backward: dy, dh, h in, one gradient out, which both inputs share).
+Saved: x (or h), w, rstd (4 bytes a row). Bytes that must move, for elements of size s and R rows: forward 2·R·n·s,
+backward 3·R·n·s; with a residual 4·R·n·s each way (backward: dy, dh, h in, one gradient out, which both inputs share).
 
-dw is summed in fp32: each program of a persistent grid keeps one partial row, and a second step adds the partials in a fixed
-order, so that the result has the same bits in every run.
+dw is summed in fp32: each program of a persistent grid keeps one partial row, and a second step adds the partials in a
+fixed order, so that the result has the same bits in every run.
 """
 
 from __future__ import annotations
@@ -288,7 +288,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: Ba
         raise ValueError("x is a scalar: expected at least one dimension, the last one being normalised")
     n = x.shape[-1]
     if weight is not None and weight.shape != (n,):
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected ({n},), the last dimension of x {tuple(x.shape)}")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: expected ({n},), the last dimension of x {tuple(x.shape)}"
+        )
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}, x on {x.device}: move them to one device")
     if not eps >= 0:
@@ -298,8 +300,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: Ba
     if x.dtype not in _KERNEL_DTYPES or n == 0 or n > MAX_WIDTH:
         if backend == "triton":
             raise ValueError(
-                f"x has dtype {x.dtype} and last dimension {n}: the kernels take fp32, bf16 and fp16 with 1 to {MAX_WIDTH} "
-                "elements a row; pass backend='auto' to run the reference"
+                f"x has dtype {x.dtype} and last dimension {n}: the kernels take fp32, bf16 and fp16 with 1 to "
+                f"{MAX_WIDTH} elements a row; pass backend='auto' to run the reference"
             )
         return False
     return True

@@ -31,7 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter, exitstatus, config) -> None:
     skipped = [r.nodeid for r in terminalreporter.stats.get("skipped", []) if "tests/kernels" in r.nodeid]
     if skipped:
-        terminalreporter.write_line(f"ERROR: {len(skipped)} kernel tests were skipped; kernels must be tested", red=True)
+        terminalreporter.write_line(
+            f"ERROR: {len(skipped)} kernel tests were skipped; kernels must be tested", red=True
+        )
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

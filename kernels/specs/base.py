@@ -1,7 +1,7 @@
 """KernelSpec: what tests and benchmarks need to know of one op.
 
-Cases are plain dictionaries of sizes and options; `make_inputs` turns one into the keyword arguments of the public function.
-Floating-point tensors among them that require a gradient are differentiated and compared.
+Cases are plain dictionaries of sizes and options; `make_inputs` turns one into the keyword arguments of the public
+function. Floating-point tensors among them that require a gradient are differentiated and compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class KernelSpec:
     Attributes:
         name: the public function's name.
         function: called as `function(**inputs, backend=...)`; gives a tensor or a tuple of tensors.
-        plain: what a user would write in plain PyTorch, called as `plain(**inputs)`; the error budget is measured against
-            it. With fp64 inputs it is the exact formula, independent of our reference.
+        plain: what a user would write in plain PyTorch, called as `plain(**inputs)`; the error budget is measured
+            against it. With fp64 inputs it is the exact formula, independent of our reference.
         make_inputs: (case, dtype, device, generator) -> keyword arguments.
         test_cases: small awkward sizes for the interpreter (each well under a second).
         gpu_cases: sizes for a GPU test, off the block borders too.
-        aot_cases: realistic sizes, compiled ahead of time; tensors are never touched, so they may be large, but whatever the
-            op computes outside Triton (a GEMM) runs, so those must be small.
+        aot_cases: realistic sizes, compiled ahead of time; tensors are never touched, so they may be large, but
+            whatever the op computes outside Triton (a GEMM) runs, so those must be small.
         benchmark_cases: the shapes of the performance tables.
         bytes_moved: (case, dtype, direction) -> the fewest bytes that device memory must move.
         flops: (case, direction) -> floating-point operations, for ops that are bound by arithmetic.

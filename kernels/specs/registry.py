@@ -1,4 +1,5 @@
-"""SPECS, the list of kernels that tests and benchmarks read: one KernelSpec an op. Imported by tests and benchmarks only."""
+"""SPECS, the list of kernels that tests and benchmarks read: one KernelSpec an op. Imported by tests and benchmarks
+only."""
 
 from __future__ import annotations
 
@@ -11,4 +12,3 @@ from fuselm.kernels.specs.rope import ROPE
 from fuselm.kernels.specs.swiglu import SWIGLU
 
 SPECS: tuple[KernelSpec, ...] = (RMS_NORM, ADD_RMS_NORM, ROPE, SWIGLU, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, ATTENTION)
-

@@ -68,7 +68,12 @@ _GPU: tuple[Case, ...] = (
     {"rows": (64,), "n": 65536},
     {"rows": (777,), "n": 768, "weight": False},
 )
-_AOT: tuple[Case, ...] = ({"rows": (4096,), "n": 128}, {"rows": (4096,), "n": 768}, {"rows": (4096,), "n": 4096}, {"rows": (999,), "n": 8192})
+_AOT: tuple[Case, ...] = (
+    {"rows": (4096,), "n": 128},
+    {"rows": (4096,), "n": 768},
+    {"rows": (4096,), "n": 4096},
+    {"rows": (999,), "n": 8192},
+)
 
 RMS_NORM = KernelSpec("rms_norm", rms_norm, _plain, _inputs, _TEST, _GPU, _AOT, _BENCHMARK, _bytes)
 ADD_RMS_NORM = KernelSpec(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fuselm.model.generate import generate as generate
     from fuselm.model.llama import Llama as Llama
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 - built from the one table of public names
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,34 @@
+"""Compiles every launch of every KernelSpec for one architecture and prints a JSON report. Runs in a process of its own, since
+triton decides at import between compiling and interpreting."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import torch
+
+from fuselm.kernels.aot import compile_only
+from fuselm.kernels.specs.registry import SPECS
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    generator = torch.Generator().manual_seed(0)
+    report = {}
+    for spec in SPECS:
+        if arch not in spec.architectures:
+            continue
+        with compile_only(arch) as compiled:
+            for case in spec.aot_cases:
+                inputs = spec.make_inputs(case, torch.bfloat16, torch.device("cpu"), generator)
+                outputs = spec.function(**inputs, backend="triton")
+                outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+                sum(o.float().sum() for o in outputs if o.requires_grad).backward()
+        report[spec.name] = [dataclasses.asdict(kernel) for kernel in compiled]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What must hold of every op, over all KernelSpecs: values and gradients within the error budget, any upstream
+gradient, no input written to, every output element written, compilation with and ahead of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuselm.kernels._triton import HAVE_TRITON
+from fuselm.kernels.numerics import check_budget
+from fuselm.kernels.specs.base import KernelSpec
+from fuselm.kernels.specs.registry import SPECS
+
+WORKER = Path(__file__).with_name("aot_worker.py")
+
+
+def test_triton_is_there():
+    assert HAVE_TRITON, "kernel tests need triton; without it nothing here would be tested"
+
+
+def _cases(kind: str) -> list:
+    return [
+        pytest.param(spec, case, dtype, id=f"{spec.name}-{i}-{str(dtype)[6:]}")
+        for spec in SPECS
+        for i, case in enumerate(getattr(spec, kind))
+        for dtype in (spec.dtypes if kind == "test_cases" else (torch.bfloat16,))
+    ]
+
+
+def _tensors(outputs) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
+def _cast(inputs: dict, dtype: torch.dtype | None) -> dict:
+    """Fresh leaves with the same values; floating ones in `dtype` if one is given."""
+    fresh = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            copy = value.detach().to(dtype or value.dtype, copy=True)
+            fresh[name] = copy.requires_grad_(value.requires_grad)
+        else:
+            fresh[name] = value
+    return fresh
+
+
+def _run(function, inputs: dict, cotangents: list[torch.Tensor] | None, **options):
+    """Outputs and gradients; cotangents are drawn when none are given."""
+    outputs = _tensors(function(**inputs, **options))
+    differentiable = [o for o in outputs if o.requires_grad]
+    if cotangents is None:
+        g = torch.Generator(device=outputs[0].device).manual_seed(1)
+        cotangents = [torch.randn(o.shape, generator=g, device=o.device).to(o.dtype) for o in differentiable]
+    leaves = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    grads = torch.autograd.grad(
+        differentiable, list(leaves.values()), [c.to(o.dtype) for c, o in zip(cotangents, differentiable, strict=True)]
+    )
+    return outputs, dict(zip(leaves, grads, strict=True)), cotangents
+
+
+def _check_case(spec: KernelSpec, case, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    inputs = spec.make_inputs(case, dtype, device, generator)
+    before = _cast(inputs, None)
+    outputs, grads, cotangents = _run(spec.function, inputs, None, backend="triton")
+    exact, exact_grads, _ = _run(spec.plain, _cast(inputs, torch.float64), [c.double() for c in cotangents])
+    plain, plain_grads, _ = _run(spec.plain, _cast(inputs, None), cotangents)
+    assert len(outputs) >= len(exact) > 0
+    for i, (ours, e, p) in enumerate(zip(outputs, exact, plain, strict=False)):
+        check_budget(ours, e, p, name=f"output {i}", dtype=dtype)
+    assert grads.keys() == exact_grads.keys() and grads
+    for name, grad in grads.items():
+        assert grad.dtype == inputs[name].dtype and grad.shape == inputs[name].shape
+        check_budget(grad, exact_grads[name], plain_grads[name], name=f"gradient of {name}", dtype=dtype)
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, inputs[name]), f"{name} was written to"
+
+
+@pytest.mark.parametrize(("spec", "case", "dtype"), _cases("test_cases"))
+def test_values_and_gradients(spec, case, dtype, device, generator):
+    _check_case(spec, case, dtype, device, generator)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "case", "dtype"), _cases("gpu_cases"))
+def test_values_and_gradients_on_a_gpu(spec, case, dtype, device, generator):
+    _check_case(spec, case, dtype, device, generator)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_reference_is_the_formula(spec, generator, device):
+    """In fp64 our reference and the plain formula, written apart, agree to rounding."""
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float64, device, generator)
+    ours, grads, cotangents = _run(spec.function, inputs, None, backend="reference")
+    plain, plain_grads, _ = _run(spec.plain, _cast(inputs, None), cotangents)
+    for a, b in zip(ours, plain, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, check_dtype=False)
+    for name in grads:
+        torch.testing.assert_close(grads[name], plain_grads[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "every second", "transposed"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_upstream_gradient_of_any_strides(spec, layout, device, generator):
+    """A gradient that is a view gives the same bits as its contiguous copy, and is not written to."""
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    outputs = [o for o in _tensors(spec.function(**inputs, backend="triton")) if o.requires_grad]
+    views = []
+    for o in outputs:
+        if layout == "expanded":
+            view = torch.tensor(0.5, device=device).expand(o.shape)
+        elif layout == "every second":
+            view = torch.randn((*o.shape[:-1], 2 * o.shape[-1]) if o.dim() else (2,), device=device)[..., ::2]
+            view = view if o.dim() else view[0]
+        else:
+            view = (
+                torch.randn(o.shape[::-1], device=device).permute(*range(o.dim() - 1, -1, -1))
+                if o.dim()
+                else torch.ones((), device=device)
+            )
+        views.append(view.to(o.dtype))
+    leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    copies = [v.contiguous() for v in views]
+    got = torch.autograd.grad(outputs, leaves, views, retain_graph=True)
+    want = torch.autograd.grad(outputs, leaves, copies)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    for view, copy in zip(views, copies, strict=True):
+        assert torch.equal(view, copy)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_every_output_element_is_written(spec, device, generator, monkeypatch):
+    """torch.empty hands out NaN: an element that no kernel writes shows as one."""
+
+    def poisoned(make):
+        def wrapped(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
+
+        return wrapped
+
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    outputs, grads, _ = _run(spec.function, inputs, None, backend="triton")
+    for x in (*outputs, *grads.values()):
+        assert not x.isnan().any()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_backward_twice_gives_the_same_gradients(spec, device, generator):
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    outputs = [o for o in _tensors(spec.function(**inputs, backend="triton")) if o.requires_grad]
+    leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    cotangents = [torch.full_like(o, 0.5) for o in outputs]
+    first = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(outputs, leaves, cotangents)
+    for a, b in zip(kept, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_frozen_inputs_get_no_gradient(spec, device, generator):
+    """Freezing each input in turn leaves the others' gradients as they were; under no_grad the values are the same."""
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    _, grads, cotangents = _run(spec.function, inputs, None, backend="triton")
+    with torch.no_grad():
+        free = _tensors(spec.function(**inputs, backend="triton"))
+    for a, b in zip(free, _tensors(spec.function(**inputs, backend="triton")), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+    for frozen in grads if len(grads) > 1 else ():
+        partly = {n: t.detach() if n == frozen else t for n, t in inputs.items()}
+        _, rest, _ = _run(spec.function, partly, cotangents, backend="triton")
+        for name, grad in rest.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_compiles_whole_and_equals_eager(spec, device, generator):
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    eager, grads, cotangents = _run(spec.function, inputs, None)
+    torch.compiler.reset()
+    compiled = torch.compile(spec.function, fullgraph=True)
+    outputs, compiled_grads, _ = _run(compiled, inputs, cotangents)
+    for a, b in zip(outputs, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for name in grads:
+        torch.testing.assert_close(compiled_grads[name], grads[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles_ahead_of_time(arch):
+    """Every launch at realistic sizes compiles for each architecture of its spec, with no serialised wgmma and no
+    spills beyond what the spec's kernels are known to need."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(arch)], capture_output=True, text=True, env=environment, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    expected = {spec.name for spec in SPECS if arch in spec.architectures}
+    assert set(report) == expected
+    for name, kernels in report.items():
+        assert len(kernels) >= 2, f"{name}: forward and backward should both have compiled, got {kernels}"
+        for kernel in kernels:
+            assert not kernel["warnings"], kernel
+            assert kernel["spill_bytes"] <= 64, kernel
