@@ -1,8 +1,8 @@
 """Reading text: a folder of .txt and .jsonl files as a stream of documents in constant memory, and the split of each.
 
-A .txt file is one document, a line of a .jsonl file (also .jsonl.gz and .jsonl.xz) is one: `{"text": "..."}`. Nothing is
-normalised: newlines, tabs, carriage returns and a byte-order mark reach the tokenizer as they stand in the file.
-Documents come in pieces of at most about `PIECE_CHARS` characters, so that one huge file needs no more memory than a small one.
+A .txt file is one document, a line of a .jsonl file (also .jsonl.gz and .jsonl.xz) is one: `{"text": "..."}`. Nothing
+is normalised: newlines, tabs, carriage returns and a byte-order mark reach the tokenizer as they stand in the file.
+Documents come in pieces of at most `PIECE_CHARS` characters, so that a huge file needs no more memory than a small one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of text of one document in one split; `starts` and `ends` say where the document of that split begins and ends."""
+    """A run of text of one document in one split; `starts` and `ends` say whether its part of that split does so here."""
 
     split: Split
     text: str
@@ -76,9 +76,13 @@ class TextSource:
         self.text_key = text_key
         sizes = [f.stat().st_size for f in self.files]
         self.total_bytes = sum(sizes)
+        #: Bytes of text, roughly where files are compressed.
+        self.text_bytes = sum(
+            n if f.suffix in (".txt", ".jsonl") else 4 * n for f, n in zip(self.files, sizes, strict=True)
+        )
         #: Bytes on disk that the pass in progress has read.
         self.bytes_read = 0
-        listing = "".join(f"{name}\0{size}\n" for name, size in zip(names, sizes, strict=False))
+        listing = "".join(f"{name}\0{size}\n" for name, size in zip(names, sizes, strict=True))
         #: Changes when a file is added, removed, renamed or grows.
         self.fingerprint = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -89,7 +93,9 @@ class TextSource:
         for file in self.files:
             try:
                 with file.open("rb") as raw:
-                    yield from self._text_file(file, raw, done) if file.suffix == ".txt" else self._lines(file, raw, done)
+                    yield from (
+                        self._text_file(file, raw, done) if file.suffix == ".txt" else self._lines(file, raw, done)
+                    )
             except (OSError, EOFError, lzma.LZMAError) as error:
                 raise UserError(f"cannot read {file}: {error}") from error
             done += file.stat().st_size
@@ -120,8 +126,12 @@ class TextSource:
                 return
 
     def _lines(self, file: Path, raw: BinaryIO, done: int) -> Iterator[Document]:
-        opened = gzip.open(raw) if file.suffix == ".gz" else lzma.open(raw) if file.suffix == ".xz" else raw
-        for number, line in enumerate(opened, start=1):
+        lines: Iterable[bytes] = raw
+        if file.suffix == ".gz":
+            lines = gzip.GzipFile(fileobj=raw)
+        elif file.suffix == ".xz":
+            lines = lzma.LZMAFile(raw)
+        for number, line in enumerate(lines, start=1):
             self.bytes_read = done + raw.tell()
             if not line.strip():
                 continue
@@ -177,25 +187,55 @@ def split_document(document: Document, *, fraction: float, whole: bool) -> Itera
     Args:
         document: one that is not empty.
         fraction: the share of the text that validation gets, in [0, 1).
-        whole: True sends the whole document, by a hash of its text, so that copies of one text never lie in both splits;
-            False keeps the last `fraction` of its bytes for validation, cut at a line or word near there.
+        whole: True sends the whole document, by a hash of its text, so that no text lies in both splits; False keeps
+            the last `fraction` of its bytes for validation, cut at a line or word near there.
     """
-    if whole:
-        yield from _whole(document, fraction)
-    else:
-        yield from _head_and_tail(document, fraction)
+    runs = _whole(document, fraction) if whole else _head_and_tail(document, fraction)
+    held: tuple[Split, str, bool] | None = None
+    for split, text in runs:
+        if held is not None:
+            yield Piece(*held, ends=split != held[0], origin=document.origin)
+        held = (split, text, held is None or split != held[0])
+    if held is not None:
+        yield Piece(*held, ends=True, origin=document.origin)
 
 
-def _whole(document: Document, fraction: float) -> Iterator[Piece]:
+def _whole(document: Document, fraction: float) -> Iterator[tuple[Split, str]]:
     split: Split | None = None
-    previous: str | None = None
     for text in document.pieces:
         if split is None:
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             split = "validation" if int.from_bytes(digest, "little") < fraction * 2**64 else "train"
-        elif previous is not None:
-            yield Piece(split, previous, starts, False, document.origin)  # noqa: F821
-        starts = previous is None
-        previous = text
-    if split is not None and previous is not None:
-        yield Piece(split, previous, starts, True, document.origin)
+        yield split, text
+
+
+def _head_and_tail(document: Document, fraction: float) -> Iterator[tuple[Split, str]]:
+    tail = int(document.size * fraction)
+    if tail == 0:
+        for text in document.pieces:
+            yield "train", text
+        return
+    border, done, slack = document.size - tail, 0, tail
+    for text in document.pieces:
+        size = len(text.encode())
+        if done + size <= border:
+            yield "train", text
+        elif done >= border:
+            yield "validation", text
+        else:
+            cut = _near_line_or_word(text, border - done, slack)
+            if cut > 0:
+                yield "train", text[:cut]
+            yield "validation", text[cut:]
+        done += size
+
+
+def _near_line_or_word(text: str, at_byte: int, slack: int) -> int:
+    """The character to cut at: after the last line, else word, that ends within `slack` characters before `at_byte`."""
+    end = len(text.encode()[:at_byte].decode(errors="ignore"))
+    start = max(end - slack, 0)
+    newline = text.rfind("\n", start, end)
+    if newline >= 0:
+        return newline + 1
+    space = text.rfind(" ", start, end)
+    return space if space >= 0 else end

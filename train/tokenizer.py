@@ -1,0 +1,156 @@
+"""Byte-level BPE tokenizers (Hugging Face `tokenizers`) that give every text back exactly.
+
+Text is always encoded as plain text: a string such as `<|endoftext|>` that stands in somebody's document becomes
+ordinary tokens, never the special id, and no post-processor adds tokens of its own. Special ids come from the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fuselm.train.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+# What published tokenizers call the token that ends a document; the first that a vocabulary holds is taken.
+EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+MIN_VOCAB_SIZE = 257  # all bytes and the end of text
+
+
+class TextTokenizer:
+    """A tokenizer with the id that ends a document.
+
+    Args:
+        backend: the Hugging Face tokenizer; its truncation and padding are switched off here.
+        eos_token: the token that ends a document; None takes the first of `EOS_NAMES` that the vocabulary holds.
+        bos_token: the token that begins a document; None for none.
+
+    Raises:
+        UserError: the vocabulary does not hold such a token.
+    """
+
+    def __init__(self, backend: Tokenizer, *, eos_token: str | None = None, bos_token: str | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = (
+            True  # "encode special tokens as text", which is the opposite of what it sounds like
+        )
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError("the tokenizer has an empty vocabulary")
+        if eos_token is None:
+            eos_token = next((name for name in EOS_NAMES if name in vocabulary), None)
+            if eos_token is None:
+                raise UserError(
+                    f"the tokenizer has none of {', '.join(EOS_NAMES)}: name its end-of-text token (eos_token)"
+                )
+        for name, token in (("eos_token", eos_token), ("bos_token", bos_token)):
+            if token is not None and token not in vocabulary:
+                raise UserError(f"{name} {token!r} is not in the tokenizer's vocabulary of {len(vocabulary)} tokens")
+        #: One more than the largest id, which is more than the number of tokens where ids have gaps.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_token = eos_token
+        self.eos_id = vocabulary[eos_token]
+        self.bos_id = vocabulary[bos_token] if bos_token is not None else None
+
+    @classmethod
+    def load(cls, path: Path, *, eos_token: str | None = None, bos_token: str | None = None) -> TextTokenizer:
+        """Reads a tokenizer.json; raises UserError where there is none or it cannot be read."""
+        if not path.is_file():
+            raise UserError(f"tokenizer {path} does not exist")
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"tokenizer {path} cannot be read: {error}") from error
+        return cls(backend, eos_token=eos_token, bos_token=bos_token)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+        """Trains a byte-level BPE: id 0 ends a document, then the 256 bytes, then merges.
+
+        Args:
+            texts: the text to learn from. The same texts give the same tokenizer.
+            vocab_size: tokens wanted, at least `MIN_VOCAB_SIZE`; a short text gives fewer.
+        """
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise UserError(f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {MIN_VOCAB_SIZE}")
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without BOS or EOS."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The ids of many texts, on all cores."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(e.ids, dtype=np.int64) for e in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def decode_batch(self, batch: Sequence[NDArray[np.int64]]) -> list[str]:
+        """The texts of many runs of ids, on all cores."""
+        return self._backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
+
+    def to_json(self) -> bytes:
+        """The tokenizer.json of this tokenizer."""
+        return self._backend.to_str(pretty=True).encode()
+
+
+def tokenizer_hash(content: bytes) -> str:
+    """SHA-256 of a tokenizer.json, in hex: shards and checkpoints with the same one speak the same language."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def first_difference(expected: str, got: str, *, context: int = 20) -> str | None:
+    """Where two texts part, in words, or None where they are equal."""
+    if expected == got:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
+    line = expected.count("\n", 0, at) + 1
+    around = slice(max(at - context, 0), at + context)
+    return f"character {at} (line {line}): the text has {expected[around]!r}, decoded tokens give {got[around]!r}"
+
+
+def check_round_trip(
+    tokenizer: TextTokenizer, texts: Sequence[str], ids: Sequence[NDArray[np.int64]], where: Sequence[str]
+) -> None:
+    """Checks that ids decode to exactly the texts that they came from, and hold no BOS or EOS.
+
+    Args:
+        tokenizer: what encoded them.
+        texts: the texts.
+        ids: `tokenizer.encode_batch(texts)`.
+        where: for each text, the file (and line) to name in an error.
+
+    Raises:
+        UserError: with the first difference.
+    """
+    for text, decoded, origin in zip(texts, tokenizer.decode_batch(ids), where, strict=True):
+        difference = first_difference(text, decoded)
+        if difference is not None:
+            raise UserError(f"the tokenizer does not give the text of {origin} back: first difference at {difference}")
+    special = [i for i in (tokenizer.eos_id, tokenizer.bos_id) if i is not None]
+    for run, origin in zip(ids, where, strict=True):
+        if any((run == i).any() for i in special):
+            raise UserError(
+                f"the text of {origin} holds the string {tokenizer.eos_token!r} or the BOS token, and the tokenizer "
+                'turns it into the special id: mark that token as "special": true in tokenizer.json'
+            )
