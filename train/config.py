@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -29,11 +32,11 @@ class TrainingConfig:
     """Tokens a sequence; at most model.max_seq_len."""
 
     global_batch_size: int = 4
-    """Sequences an optimizer step, over all ranks and micro-batches."""
+    """Sequences an optimizer step, over all ranks and micro-batches; 0 for micro_batch_size * ranks."""
 
     micro_batch_size: int = 4
-    """Sequences a rank puts through the model at once. Gradient accumulation follows:
-    global_batch_size / (micro_batch_size * ranks) micro-batches a step."""
+    """Sequences a rank puts through the model at once. Gradients accumulate over global_batch_size / (micro_batch_size * ranks)
+    micro-batches a step."""
 
     seed: int = 0
     """Seeds the initial weights and the order of the data."""
@@ -173,6 +176,59 @@ class TrainConfig:
         return self.runs / (self.name or self.preset)
 
 
+def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
+    """Fill in what follows from other fields, and refuse what cannot run.
+
+    Args:
+        config: as the user gave it.
+        ranks: processes of the run.
+
+    Returns:
+        The configuration with its name and global batch size filled in.
+
+    Raises:
+        UserError: fields that contradict each other, with their values.
+    """
+    training = config.training
+    for section, names in (
+        ("training", ("steps", "seq_len", "micro_batch_size", "max_nonfinite_steps")),
+        ("checkpoint", ("keep",)),
+        ("logging", ("every",)),
+    ):
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if value < 1:
+                raise UserError(f"{section}.{name} is {value}: it must be at least 1")
+    for section, names in (
+        ("training", ("global_batch_size",)),
+        ("schedule", ("warmup_steps", "decay_steps", "min_lr_ratio")),
+        ("optimizer", ("lr", "weight_decay")),
+        ("evaluation", ("every", "batches")),
+        ("checkpoint", ("every",)),
+    ):
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if value < 0:
+                raise UserError(f"{section}.{name} is {value}: it must not be negative")
+    if training.seq_len > config.model.max_seq_len:
+        raise UserError(
+            f"training.seq_len is {training.seq_len}, but the model takes at most {config.model.max_seq_len} tokens "
+            "(model.max_seq_len)"
+        )
+    together = training.micro_batch_size * ranks
+    global_batch_size = training.global_batch_size or together
+    if global_batch_size % together:
+        raise UserError(
+            f"training.global_batch_size {global_batch_size} does not divide by {ranks} ranks x "
+            f"training.micro_batch_size {training.micro_batch_size} = {together}"
+        )
+    name = config.name or config.preset
+    if Path(name).name != name or name in (".", ".."):
+        raise UserError(f"name is {name!r}: it must be the name of a folder inside {config.runs}, without slashes")
+    training = dataclasses.replace(training, global_batch_size=global_batch_size)
+    return dataclasses.replace(config, name=name, training=training)
+
+
 # --- JSON -------------------------------------------------------------------------------------------------------------------
 
 
@@ -254,23 +310,27 @@ def parse_command_line(arguments: list[str], presets: dict[str, Any], descriptio
     for argument in arguments:
         if argument.startswith("--") and argument not in options:
             raise UserError(f"unknown option {argument}{_nearest(argument, options)}")
+    printed = io.StringIO()
     try:
-        return _tyro(arguments, default, description, quiet=True)
-    except ValueError as error:  # a dataclass refused its values
-        raise UserError(str(error)) from error
+        with contextlib.redirect_stderr(printed):
+            return _tyro(arguments, default, description, quiet=True)
     except SystemExit:
-        pass
+        # A dataclass that refused its values says why; tyro draws a box around it.
+        text = " ".join(line.strip(" │") for line in printed.getvalue().splitlines() if line.startswith("│"))
+    refused = re.search(r"Error parsing (?!--)[\w.]+: (.*?)( ─|$)", text)
+    if refused:
+        raise UserError(refused[1])
     # One option at a time, so that the message can name the one that does not parse.
     for option, values in _groups(arguments):
         try:
-            _tyro([option, *values], default, description, quiet=True)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+            with contextlib.redirect_stderr(io.StringIO()):
+                _tyro([option, *values], default, description, quiet=True)
         except SystemExit:
             expected = option_names(default).get(option)
             if expected is None:
                 raise UserError(f"unexpected argument {option!r}; options look like --section.field value") from None
-            raise UserError(f"{option} wants {expected}, got {' '.join(values) or 'no value'!r}") from None
+            got = repr(" ".join(values)) if values else "nothing"
+            raise UserError(f"{option} wants {expected}, got {got}") from None
     raise UserError(f"cannot parse {' '.join(arguments)}")
 
 
@@ -303,6 +363,7 @@ def _tyro(arguments: list[str], default: TrainConfig, description: str, *, quiet
         TrainConfig,
         args=arguments,
         default=default,
+        prog="pretrain.py",
         description=description,
         console_outputs=not quiet,
         use_underscores=True,

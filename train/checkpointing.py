@@ -1,0 +1,383 @@
+"""Checkpoints: written whole or not at all, checked before they are loaded, loadable on any number of ranks.
+
+    runs/NAME/checkpoints/step_00000200/
+        __0_0.distcp ... .metadata   torch.distributed.checkpoint: model, optimizer, RNG state
+        manifest.json                step, position in the data, configuration, size and CRC-32 of every file
+
+Everything goes to step_XXXXXXXX.tmp; the manifest is written last and the folder renamed, so a folder without .tmp is whole.
+Sizes are compared when a checkpoint is looked for, CRCs before it is loaded: a flipped bit is otherwise just another weight.
+Old checkpoints go only after the new one is in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fuselm.train.distributed import World
+from fuselm.train.errors import UserError
+
+MANIFEST = "manifest.json"
+FOLDER = "checkpoints"
+STATE_BYTES = 12  # a parameter: fp32 value and two fp32 moments
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps lies."""
+    return run / FOLDER / f"step_{step:08d}"
+
+
+# --- Finding and checking ---------------------------------------------------------------------------------------------------
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there with the right sizes.
+
+    Raises:
+        UserError: the checkpoint is incomplete; the message says what is missing.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        files = {str(name): entry for name, entry in manifest["files"].items()}
+    except OSError as error:
+        raise UserError(f"{checkpoint} is not a complete checkpoint: no readable {MANIFEST}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{checkpoint} is not a complete checkpoint: {MANIFEST} is damaged") from error
+    for name, entry in files.items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise UserError(
+                f"{checkpoint} is not a complete checkpoint: {name} {found}, expected {entry['bytes']} bytes"
+            )
+    return manifest
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """All checkpoint folders of a run, complete or not, the newest first."""
+    folders = (run / FOLDER).glob("step_*")
+    return sorted(
+        (f for f in folders if f.is_dir() and f.name[5:].isdigit()), key=lambda f: int(f.name[5:]), reverse=True
+    )
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run; warns about each newer one that is not complete."""
+    for folder in checkpoints_of(run):
+        try:
+            read_manifest(folder)
+        except UserError as error:
+            warnings.warn(f"{error}; looking for an older one", stacklevel=2)
+            continue
+        return folder
+    return None
+
+
+def verify(checkpoint: Path, world: World | None = None) -> dict[str, Any]:
+    """Compare every file with the manifest's checksum; ranks share the reading.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: on every rank, when any file differs.
+    """
+
+    def check() -> dict[str, Any]:
+        manifest = read_manifest(checkpoint)
+        rank, size = (world.rank, world.size) if world else (0, 1)
+        for name, entry in sorted(manifest["files"].items())[rank::size]:
+            if _crc32(checkpoint / name) != entry["crc32"]:
+                raise UserError(f"{checkpoint} is damaged: {name} does not have the checksum it was written with")
+        return manifest
+
+    return world.together(check) if world else check()
+
+
+def resumable(run: Path, world: World) -> Path | None:
+    """The newest checkpoint of a run whose checksums hold; warns about each newer one that is not."""
+    folders = world.from_main(lambda: [folder.name for folder in checkpoints_of(run)])
+    for name in folders:
+        folder = run / FOLDER / name
+        try:
+            verify(folder, world)
+        except UserError as error:
+            if world.is_main:
+                print(f"warning: {error}; looking for an older one", file=sys.stderr, flush=True)
+            continue
+        return folder
+    return None
+
+
+# --- Space ------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(model: nn.Module) -> int:
+    """What a checkpoint of this model takes on disk, in bytes, all ranks together."""
+    return sum(p.numel() for p in model.parameters()) * STATE_BYTES + (4 << 20)
+
+
+def require_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raise UserError, with the numbers, when the file system of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(f"{purpose} needs {_human(needed)} in {folder}, but only {_human(free)} are free there")
+
+
+def _human(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+
+
+def clean(run: Path) -> None:
+    """Remove what an interrupted save left behind in this run."""
+    for stale in (run / FOLDER).glob("*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+# --- Saving -----------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    world: World,
+    keep: int,
+    config: dict[str, Any],
+    position: dict[str, Any],
+) -> Path:
+    """Write a checkpoint from all ranks, then delete the oldest beyond `keep`.
+
+    Args:
+        run: the run folder, shared by all ranks.
+        step: optimizer steps done.
+        model: sharded or not.
+        optimizer: its state is saved by parameter name.
+        world: all of its ranks call this together.
+        keep: complete checkpoints that stay, this one included.
+        config: the resolved configuration, for the manifest.
+        position: what fixes the place in the data (see the trainer), for the manifest.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: on every rank, when it could not be written; earlier checkpoints are untouched.
+    """
+    folder = step_folder(run, step)
+    temporary = folder.with_suffix(".tmp")
+    size = checkpoint_bytes(model)
+
+    def prepare() -> None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            require_space(folder.parent, size, f"the checkpoint of step {step}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        except OSError as error:
+            raise UserError(f"cannot write {temporary}: {error.strerror}") from error
+
+    world.from_main(prepare)
+    state = _training_state(model, optimizer)
+    files: dict[str, Any] = {}
+
+    def write() -> None:
+        try:
+            dcp.save(state, checkpoint_id=temporary)
+        except Exception as error:  # DCP wraps what went wrong on any rank in exceptions of its own
+            raise UserError(
+                f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)}"
+            ) from None
+
+    try:
+        world.together(write)
+        files.update(_checksums(temporary, world))
+        world.from_main(lambda: _finish(temporary, folder, step, files, world, config, position))
+    except UserError:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    world.from_main(lambda: _delete_old(run, keep))
+    return folder
+
+
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "rng": {"cpu": torch.get_rng_state()},
+    }
+    if torch.cuda.is_available():
+        state["rng"]["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _checksums(folder: Path, world: World) -> dict[str, Any]:
+    """Size and CRC of every file; each rank reads its own, which are still in its page cache."""
+
+    def mine() -> dict[str, Any]:
+        try:
+            names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+            # DCP names files __RANK_N.distcp; a rank without data writes none, and .metadata is rank 0's.
+            own = [n for n in names if (int(n[2:].partition("_")[0]) if n.startswith("__") else 0) == world.rank]
+            return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)} for name in own}
+        except OSError as error:
+            raise UserError(f"cannot read back {folder}: {error.strerror}") from error
+
+    return world.gather_dicts(world.together(mine))
+
+
+def _finish(
+    temporary: Path,
+    folder: Path,
+    step: int,
+    files: dict[str, Any],
+    world: World,
+    config: dict[str, Any],
+    position: dict[str, Any],
+) -> None:
+    manifest = {
+        "step": step,
+        "position": position,
+        "world_size": world.size,
+        "device": world.device.type,
+        "torch": torch.__version__,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "files": files,
+        "config": config,
+    }
+    try:
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1, default=str))
+        replaced = folder.with_suffix(".replaced.tmp")
+        if folder.exists():  # an incomplete or older one of the same step
+            folder.rename(replaced)
+        temporary.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}") from error
+
+
+def _delete_old(run: Path, keep: int) -> None:
+    kept = 0
+    for folder in checkpoints_of(run):
+        try:
+            read_manifest(folder)
+        except UserError:
+            continue  # what is damaged is for the user to look at; it does not count as one that is kept
+        kept += 1
+        if kept > keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the new one, whole, also after a crash."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _cause(error: BaseException) -> str:
+    """The first underlying error in words; DCP keeps one a rank in `.failures`."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# --- Loading ----------------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, world: World
+) -> dict[str, Any]:
+    """Load model, optimizer and RNG state from all ranks, in place; the number of ranks may differ from the saved one.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, or is of another model.
+    """
+    manifest = verify(checkpoint, world)
+    state = _training_state(model, optimizer)
+    if manifest.get("device") != "cuda":
+        state["rng"].pop("cuda", None)  # saved on a CPU
+
+    def read() -> None:
+        try:
+            dcp.load(state, checkpoint_id=checkpoint)
+        except Exception as error:  # see save_checkpoint
+            raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
+
+    world.together(read)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if "cuda" in state["rng"]:
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    return manifest
+
+
+def load_model(checkpoint: Path, model: nn.Module) -> None:
+    """Load the weights only, in one process, into a plain module whose parameters are allocated.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, or is of another model.
+    """
+    verify(checkpoint)
+    weights = model.state_dict()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    except Exception as error:  # see save_checkpoint
+        raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
+    model.load_state_dict(weights)
+
+
+def all_finite(model: nn.Module, world: World) -> bool:
+    """Whether no weight on any rank is NaN or infinite. Waits for the device."""
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    bad = torch.stack([(~torch.isfinite(shard.detach())).any() for shard in shards]).any()
+    return int(world.sum(bad.to(torch.int64)).item()) == 0

@@ -1,0 +1,252 @@
+"""What a run shows and writes: a line a step, metrics.jsonl, TensorBoard events, loss.png. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fuselm.model.config import LlamaConfig
+from fuselm.model.flops import MFU_FORMULA, device_peak_flops, flops_per_token
+from fuselm.train.checkpointing import write_atomically
+from fuselm.train.config import LoggingConfig
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Attributes:
+        step: steps done, this one included.
+        loss: mean over all valid tokens of the step, in nats.
+        grad_norm: global norm before clipping.
+        lr: learning rate used.
+        tokens: tokens seen since the start of the run.
+        tokens_per_second: over all ranks.
+        tflops: TFLOP/s a device, by the formula of `fuselm.model.flops`.
+        mfu: share of the device's bf16 peak; None where the peak is not known.
+        memory_gib: peak memory of rank 0: allocated on the GPU, or resident on a CPU.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+    memory_gib: float
+
+    def line(self, total: int) -> str:
+        """As printed."""
+        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step {self.step:>{len(str(total))}}/{total}  loss {self.loss:.4f}  grad_norm {self.grad_norm:.3f}  "
+            f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  TFLOP/s {self.tflops:.3g}  MFU {mfu}  "
+            f"memory {self.memory_gib:.2f} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class Speedometer:
+    """Turns tokens and seconds into tok/s, TFLOP/s a device, and MFU.
+
+    Attributes:
+        flops_per_token: of forward and backward; recomputation is not counted (that would be HFU).
+        peak_flops: of one device, FLOP/s; None when not known.
+        devices: how many share the tokens.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None
+    devices: int
+
+    @classmethod
+    def of(cls, model: LlamaConfig, seq_len: int, device: torch.device, devices: int) -> Speedometer:
+        return cls(flops_per_token(model, seq_len), device_peak_flops(device), devices)
+
+    def read(self, tokens: int, seconds: float) -> tuple[float, float, float | None]:
+        """(tokens a second over all devices, TFLOP/s a device, MFU or None)."""
+        rate = tokens / max(seconds, 1e-9)
+        flops = rate * self.flops_per_token / self.devices
+        return rate, flops / 1e12, None if self.peak_flops is None else flops / self.peak_flops
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far in GiB: allocated on a GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Reporter:
+    """Prints and writes on rank 0; does nothing elsewhere.
+
+    Args:
+        run: the run folder, which exists; None on every rank but 0.
+        config: what to write.
+        total_steps: of the run.
+        start_step: steps that a resumed run has done; later lines of metrics.jsonl are dropped.
+    """
+
+    def __init__(self, run: Path | None, config: LoggingConfig, *, total_steps: int, start_step: int) -> None:
+        self.run, self.config, self.total_steps = run, config, total_steps
+        self.progress: Progress | None = None
+        self.writer: Any = None
+        if run is None:
+            return
+        console = Console(highlight=False, soft_wrap=True)
+        if config.progress == "bar" or (config.progress == "auto" and console.is_terminal):
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self.task = self.progress.add_task("training", total=total_steps, completed=start_step, loss="-")
+            self.progress.start()
+        self.path = run / "metrics.jsonl"
+        drop_after(self.path, start_step)
+        self.file = open(self.path, "a", encoding="utf-8")
+        if config.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self.run is None:
+            return
+        if self.progress is not None:
+            self.progress.console.print(text, markup=False)
+        else:
+            print(text, flush=True)
+
+    def explain(self, speed: Speedometer, device: torch.device, seq_len: int) -> None:
+        """Name the formula behind TFLOP/s and MFU, once."""
+        peak = (
+            "not known here, so MFU is n/a" if speed.peak_flops is None else f"{speed.peak_flops / 1e12:,.0f} TFLOP/s"
+        )
+        self.say(
+            f"{MFU_FORMULA}; here {speed.flops_per_token:.4g} FLOPs a token at S = {seq_len}; peak of "
+            f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'this CPU'}: {peak}. "
+            "TFLOP/s is a device's."
+        )
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One optimizer step is done."""
+        if self.run is None:
+            return
+        self._write(asdict(metrics))
+        if self.progress is not None:
+            self.progress.update(self.task, completed=metrics.step, loss=f"{metrics.loss:.4f}")
+        if metrics.step % self.config.every == 0 or metrics.step == self.total_steps:
+            self.say(metrics.line(self.total_steps))
+        if self.writer is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu"):
+                value = getattr(metrics, name)
+                if value is not None:
+                    self.writer.add_scalar(f"train/{name}", value, metrics.step)
+
+    def validation(self, step: int, loss: float, tokens: int) -> None:
+        """A validation is done after `step` steps."""
+        if self.run is None:
+            return
+        self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
+        self.say(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  validation loss {loss:.4f}")
+        if self.writer is not None:
+            self.writer.add_scalar("validation/loss", loss, step)
+
+    def plot(self) -> None:
+        """Draw loss.png from metrics.jsonl."""
+        if self.run is not None and self.config.plot:
+            self.file.flush()
+            plot_losses(self.path, self.run / "loss.png")
+
+    def close(self) -> None:
+        """Write out what is buffered and stop the progress bar; safe to call twice."""
+        if self.run is None:
+            return
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        # JSON has no NaN: null says that the number is not one.
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        self.file.write(json.dumps(clean) + "\n")
+        self.file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl; a last line cut off by a crash is left out."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the entries of metrics.jsonl after `step`, which a resumed run will write again."""
+    entries = read_metrics(path)
+    kept = [entry for entry in entries if entry["step"] <= step] if step else []
+    if len(kept) != len(entries):
+        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def plot_losses(metrics: Path, image: Path) -> None:
+    """Draw training and validation loss over steps.
+
+    Args:
+        metrics: a metrics.jsonl.
+        image: the .png to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    entries = read_metrics(metrics)
+    training = [(e["step"], e["loss"]) for e in entries if e.get("loss") is not None]
+    validation = [(e["step"], e["validation_loss"]) for e in entries if e.get("validation_loss") is not None]
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    if training:
+        axes.plot(*zip(*training, strict=True), color="#9db8d9", linewidth=1, label="training")
+        if len(training) >= 50:  # single steps are noisy
+            smooth, trail = [], training[0][1]
+            for step, loss in training:
+                trail += (loss - trail) * 0.05
+                smooth.append((step, trail))
+            axes.plot(*zip(*smooth, strict=True), color="#1f4e8c", linewidth=1.5, label="training, smoothed")
+    if validation:
+        label = f"validation (last {validation[-1][1]:.3f})"
+        axes.plot(*zip(*validation, strict=True), color="#c0392b", marker="o", markersize=4, label=label)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(image.parent.name)
+    axes.grid(alpha=0.3)
+    if training or validation:
+        axes.legend()
+    figure.savefig(image)
+    plt.close(figure)

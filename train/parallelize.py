@@ -1,0 +1,129 @@
+"""All parallelism, applied to the model from outside in one order.
+
+    tensor parallelism (not yet) -> activation checkpointing -> per-block torch.compile -> FSDP2
+
+Each stage wraps what the one before left: compile sees a recomputed block as one graph, and FSDP2's hooks stay outside the
+compiled region. The model is on the meta device throughout; `materialize` allocates and fills this rank's shards only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fuselm.model.llama import Llama, initial_value
+from fuselm.train.config import ParallelConfig
+from fuselm.train.distributed import World
+
+WRAPPER = "_checkpoint_wrapped_module."
+
+
+def build_mesh(world: World) -> DeviceMesh:
+    """One dimension, `fsdp`, over all ranks."""
+    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("fsdp",))
+
+
+def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> Llama:
+    """Apply the stages of this module to a model on the meta device, in place.
+
+    Args:
+        model: on the meta device.
+        config: which stages, and how.
+        mesh: from `build_mesh`.
+
+    Returns:
+        The same model, whose parameters are now DTensors on meta.
+    """
+    # Tensor parallelism belongs here, first: it changes what a block's parameters are.
+    if config.activation_checkpointing != "none":
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+    if config.compile if config.compile is not None else mesh.device_type == "cuda":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    apply_fsdp(model, config, mesh)
+    return model
+
+
+def apply_activation_checkpointing(model: Llama, mode: str) -> None:
+    """Recompute blocks in the backward pass: wholly, or all but attention and every second matmul."""
+    for index, block in enumerate(model.blocks):
+        if mode == "full":
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
+        else:
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=False, context_fn=_selective_contexts)
+        model.blocks[index] = wrapped
+
+
+def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
+    """FSDP2 for each block, then for what is left at the root (embedding, last norm, head)."""
+    # Inputs are not cast: the rope tables that each block receives must stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.param_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    # The backward pass starts with the head, so the root's parameters would be gathered again at once.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is a sum over tokens divided by their global count, so gradients are summed over ranks, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            if mesh.device_type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def materialize(model: Llama, device: torch.device, seed: int) -> None:
+    """Allocate a meta model's shards and fill them with the initial weights.
+
+    Each parameter's whole value is a function of its name and the seed, drawn on every rank and cut to its shard: the same
+    model on any number of ranks, with one whole parameter in memory at a time.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = initial_value(name.replace(WRAPPER, ""), parameter.shape, model.config, seed, device)
+            if isinstance(parameter, DTensor):
+                # Every rank has drawn the same values; src_data_rank=None cuts without communication.
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+
+def accumulate_locally(model: nn.Module, *, last: bool) -> None:
+    """Before each micro-batch: reduce gradients over ranks in the backward pass of the last one only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+# Results that are dearer to compute again than to keep.
+_ALWAYS_SAVED = (
+    "fuselm::attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+def _selective_contexts() -> Any:
+    """Contexts of one forward pass and its recomputation, with a matmul counter of their own: both must count alike."""
+    matmuls = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op.name().partition(".")[0] if hasattr(op, "name") else str(op)
+        if name in _ALWAYS_SAVED:
+            return CheckpointPolicy.MUST_SAVE
+        if name == "aten::mm":
+            matmuls[context.is_recompute] += 1
+            if matmuls[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
