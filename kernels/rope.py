@@ -5,8 +5,8 @@ For a token at position p, with x1 and x2 the first and second half of a head, c
     forward    y1 = x1 * c - x2 * s         y2 = x2 * c + x1 * s
     backward   dx1 = dy1 * c + dy2 * s      dx2 = dy2 * c - dy1 * s      (the inverse rotation)
 
-Saved for the backward pass: the tables and the positions, neither q nor k. Bytes that must move in either direction: q and k
-once in and once out, plus the rows of the tables that are used. The multiplication is done in fp32 and rounded once.
+Saved for the backward pass: the tables and the positions, neither q nor k. Bytes that must move in either direction: q
+and k once in and once out, plus the rows of the tables that are used. The multiplication is done in fp32, rounded once.
 
 Method: Su et al. 2021, "RoFormer", with the pairing (i, i + head_dim / 2) that Llama weights on Hugging Face use.
 """
@@ -111,7 +111,7 @@ def _rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One program: BLOCK_TOKENS tokens of one sequence, all heads of q and of k. A count of 0 heads leaves that side out."""
+    """One program: BLOCK_TOKENS tokens of one sequence, all heads of q and of k; 0 heads leave that side out."""
     HALF: tl.constexpr = HEAD_DIM // 2
     blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
     # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
@@ -168,34 +168,43 @@ def _rope_kernel(
 
 
 def _launch(
-    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int, *, inverse: bool
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    *,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotates what is not None; an absent side gives an empty tensor."""
-    any_x = q if q is not None else k
-    assert any_x is not None
-    batch, seq_len, _, head_dim = any_x.shape
-    q_out = any_x.new_empty(0 if q is None else q.shape)
-    k_out = any_x.new_empty(0 if k is None else k.shape)
+    present = q if q is not None else k
+    assert present is not None
+    batch, seq_len, _, head_dim = present.shape
+    q_out = present.new_empty(0 if q is None else q.shape)
+    k_out = present.new_empty(0 if k is None else k.shape)
     if q_out.numel() + k_out.numel() == 0:
         return q_out, k_out
     q_heads, k_heads = (0 if x is None else x.shape[2] for x in (q, k))
-    q, k = (any_x if x is None else x for x in (q, k))
+    q_in, k_in = present if q is None else q, present if k is None else k
     cos, sin = cos.contiguous(), sin.contiguous()
     positions_strides = (0, 0)
     if positions is not None:
         positions_strides = (positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1))
-    launch = rope_launch(seq_len, max(q_heads, k_heads), head_dim, q.element_size(), device_profile(q.device))
-    with torch.cuda.device_of(q):
+    launch = rope_launch(
+        seq_len, max(q_heads, k_heads), head_dim, present.element_size(), device_profile(present.device)
+    )
+    with torch.cuda.device_of(present):  # Triton launches on the current device
         _rope_kernel[(batch * triton.cdiv(seq_len, launch.block_tokens),)](
-            q,
-            k,
+            q_in,
+            k_in,
             q_out,
             k_out,
             cos,
             sin,
             cos if positions is None else positions,
-            *q.stride(),
-            *k.stride(),
+            *q_in.stride(),
+            *k_in.stride(),
             *positions_strides,
             seq_len,
             cos.shape[0],
@@ -222,9 +231,7 @@ def _rope_forward(
 
 
 @_rope_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -297,8 +304,8 @@ def _check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Ten
     if positions is None:
         if offset < 0 or offset + seq_len > cos.shape[0]:
             raise ValueError(
-                f"offset={offset} with {seq_len} tokens needs positions {offset} to {offset + seq_len - 1}: the tables cos "
-                f"and sin have positions 0 to {cos.shape[0] - 1}"
+                f"offset={offset} with {seq_len} tokens needs positions {offset} to {offset + seq_len - 1}: the tables "
+                f"cos and sin have positions 0 to {cos.shape[0] - 1}"
             )
         return
     if offset != 0:
@@ -323,14 +330,14 @@ def rope(
     """Rotates queries and keys by their positions (half-split rotary embedding).
 
     Args:
-        q: (batch, seq, heads, head_dim) or packed (tokens, heads, head_dim), fp32/bf16/fp16 (fp64: reference), any strides, so
-            also a view of a packed qkv projection; head_dim even. Never copied.
+        q: (batch, seq, heads, head_dim) or packed (tokens, heads, head_dim), fp32/bf16/fp16 (fp64: reference), any
+            strides, so also a view of a packed qkv projection; head_dim even. Never copied.
         k: (batch, seq, kv_heads, head_dim) or (tokens, kv_heads, head_dim), dtype of q, any strides.
         cos: (max_seq, head_dim // 2), fp32: cosines of position times frequency. No gradient flows to it.
         sin: as cos.
-        positions: (seq,) or (batch, seq), for packed inputs (tokens,); int32 or int64: the row of the tables for each token.
-            A value below 0 or from max_seq on gives NaN for that token: checking it would make the host wait for the device.
-        offset: without `positions`, the position of the first token (tokens): then positions are offset, offset + 1, ...
+        positions: (seq,) or (batch, seq), for packed inputs (tokens,); int32 or int64: each token's row of the tables.
+            A value below 0 or from max_seq on gives NaN for that token: to raise, the host would wait for the device.
+        offset: without `positions`, the position of the first token; the next ones are offset + 1, offset + 2, ...
         backend: "auto", "triton" or "reference".
 
     Returns:

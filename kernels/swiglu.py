@@ -6,7 +6,7 @@ With [gate | up] = gate_up and sigma the logistic function:
     backward   dgate = dy * up * sigma(gate) * (1 + gate * (1 - sigma(gate)))
                dup = dy * gate * sigma(gate)
 
-Saved for the backward pass: gate_up alone; the activation is computed again. Bytes that must move, in elements of the output:
+Saved for the backward pass: gate_up alone; the activation is computed again. What must move, in elements of the output:
 forward 3 (gate, up, y), backward 5 (gate, up, dy, dgate, dup). Everything is computed in fp32 and rounded once.
 
 Method: Shazeer 2020, "GLU Variants Improve Transformer".
@@ -96,7 +96,7 @@ def _swiglu_backward_kernel(
 
 
 def _as_three_dims(x: Tensor) -> Tensor:
-    """x as (outer, inner, columns): a view for up to three dimensions and wherever the leading ones merge, else one copy."""
+    """(outer, inner, columns): a view for up to three dimensions or where the leading ones merge, else one copy."""
     inner = x.shape[-2] if x.dim() > 1 else 1
     return x.reshape(math.prod(x.shape[:-2]), inner, x.shape[-1])
 
@@ -111,7 +111,7 @@ def _swiglu_forward(gate_up: Tensor) -> Tensor:
     outer, inner, _ = x.shape
     launch = swiglu_launch(inner, ffn, x.element_size(), device_profile(x.device))
     grid = (outer * triton.cdiv(inner, launch.block_rows) * triton.cdiv(ffn, launch.block_columns),)
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         _swiglu_forward_kernel[grid](
             x,
             out,
@@ -141,7 +141,7 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     outer, inner, _ = x.shape
     launch = swiglu_launch(inner, ffn, x.element_size(), device_profile(x.device))
     grid = (outer * triton.cdiv(inner, launch.block_rows) * triton.cdiv(ffn, launch.block_columns),)
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         _swiglu_backward_kernel[grid](
             dy,
             x,
