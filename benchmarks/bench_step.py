@@ -1,0 +1,146 @@
+"""Whole training steps: the same run with fused kernels and without, their losses, speed and memory.
+
+    python benchmarks/bench_step.py --presets 124m llama3_1b --steps 200 --output benchmarks/results
+
+Runs `train/pretrain.py` once for each preset and each of kernels=triton and kernels=eager, on the same data with the
+same seed, and writes OUTPUT/step_PRESET.json: the environment, both runs' metrics, the largest relative difference of
+the losses after the tenth step, and what torch.compile compiled after the second. `report.py` makes the table and the
+picture from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from timing import ROOT, environment
+
+SETTLED_STEP = 10
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare kernels=triton with kernels=eager over whole training runs."""
+
+    presets: tuple[str, ...] = ("debug",)
+    """Presets of train/pretrain.py."""
+
+    steps: int = 200
+    """Optimizer steps a run."""
+
+    gpus: int = 1
+    """Processes of a run, by torchrun when more than one."""
+
+    kernels: tuple[str, ...] = ("triton", "eager")
+    """Values of model.kernels to compare."""
+
+    output: Path = Path("benchmarks/results")
+    """Folder for the result files."""
+
+    runs: Path = Path("runs/bench_step")
+    """Folder for the runs."""
+
+    extra: str = ""
+    """More options for pretrain.py, separated by spaces."""
+
+
+def run_training(arguments: Arguments, preset: str, kernels: str) -> list[dict[str, Any]]:
+    """Runs one training to its end and gives its metrics, a dictionary a step.
+
+    Raises:
+        SystemExit: the run failed; its output is shown.
+    """
+    name = f"{preset}-{kernels}"
+    launcher = [sys.executable]
+    if arguments.gpus > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
+    command = [*launcher, str(ROOT / "train" / "pretrain.py"), "--preset", preset, "--name", name]
+    command += ["--runs", str(arguments.runs), "--training.steps", str(arguments.steps), "--model.kernels", kernels]
+    command += ["--checkpoint.resume", "never", "--logging.progress", "plain", *arguments.extra.split()]
+    log = arguments.runs / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as file:
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TORCH_LOGS": "recompiles"}
+        ).returncode
+    text = log.read_text()
+    if code:
+        sys.exit(f"{' '.join(command)} failed with exit code {code}:\n{text[-3000:]}")
+    print(f"wrote {log}")
+    return [json.loads(line) for line in (arguments.runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def recompilations_after(log: str, step: int) -> int:
+    """How many recompilations torch reported after the line of `step` in a run's log."""
+    _, _, rest = log.partition(f"step {step}/") if f"step {step}/" in log else log.partition(f"step   {step}/")
+    return rest.count("Recompiling function")
+
+
+def summarise(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the settled steps of one run."""
+    settled = [m for m in metrics if m.get("tokens_per_second") and m["step"] > SETTLED_STEP]
+
+    def median(key: str) -> float | None:
+        values = [m[key] for m in settled if m.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    return {
+        "tokens_per_second": median("tokens_per_second"),
+        "tflops": median("tflops"),
+        "mfu": median("mfu"),
+        "memory_gib": max(m["memory_gib"] for m in settled),
+        "losses": [m["loss"] for m in metrics if m.get("loss") is not None],
+        "validation": [(m["step"], m["validation_loss"]) for m in metrics if m.get("validation_loss") is not None],
+    }
+
+
+def largest_difference(runs: dict[str, dict[str, Any]]) -> float | None:
+    """Largest relative difference between two runs' losses at any step after the tenth."""
+    if len(runs) < 2:
+        return None
+    first, second = (run["losses"][SETTLED_STEP:] for run in list(runs.values())[:2])
+    return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
+
+
+def main() -> None:
+    """Runs the comparison and writes the result files."""
+    arguments = tyro.cli(Arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for preset in arguments.presets:
+        runs = {}
+        for kernels in arguments.kernels:
+            runs[kernels] = summarise(run_training(arguments, preset, kernels))
+            log = (arguments.runs / f"{preset}-{kernels}.log").read_text()
+            runs[kernels]["recompilations_after_step_2"] = recompilations_after(log, 2)
+        result = {
+            "environment": environment(device),
+            "command": " ".join(["python benchmarks/bench_step.py", *sys.argv[1:]]),
+            "preset": preset,
+            "gpus": arguments.gpus,
+            "steps": arguments.steps,
+            "largest_loss_difference_after_step_10": largest_difference(runs),
+            "runs": runs,
+        }
+        path = arguments.output / f"step_{preset}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {path}")
+        for kernels, run in runs.items():
+            mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
+            print(
+                f"{preset} {kernels}: {run['tokens_per_second']:,.0f} tok/s, MFU {mfu}, {run['memory_gib']:.1f} GiB, "
+                f"last loss {run['losses'][-1]:.4f}, {run['recompilations_after_step_2']} recompilations after step 2"
+            )
+        print(f"{preset}: largest loss difference after step 10: {result['largest_loss_difference_after_step_10']}")
+
+
+if __name__ == "__main__":
+    main()

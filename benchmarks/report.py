@@ -1,0 +1,110 @@
+"""Result files -> the table and the picture of the README.
+
+    python benchmarks/report.py benchmarks/results/step_124m.json [...] --output benchmarks/results
+
+Writes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss curves and speed), and prints
+the table.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import tyro
+
+from fuselm.model.flops import MFU_FORMULA
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
+NAMES = {"triton": "kernels=triton", "eager": "kernels=eager"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Make the table and the picture of whole training steps."""
+
+    results: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """step_*.json files of bench_step.py."""
+
+    output: Path = Path("benchmarks/results")
+    """Folder for steps.md and steps.png."""
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The table, a row for each run, with the environment below."""
+    lines = [
+        "| model | GPUs | kernels | tok/s | MFU | peak memory | last loss | recompilations after step 2 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for kernels, run in result["runs"].items():
+            mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
+            lines.append(
+                f"| {result['preset']} | {result['gpus']} | {kernels} | {run['tokens_per_second']:,.0f} | {mfu} | "
+                f"{run['memory_gib']:.1f} GiB | {run['losses'][-1]:.3f} | {run['recompilations_after_step_2']} |"
+            )
+    for result in results:
+        difference = result["largest_loss_difference_after_step_10"]
+        if difference is not None:
+            lines += [
+                "",
+                f"{result['preset']}: the loss curves differ by at most {difference:.2%} after the tenth step.",
+            ]
+    facts = results[0]["environment"]
+    lines += [
+        "",
+        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}; "
+        f"median over the steps after the tenth of {results[0]['steps']}. {MFU_FORMULA}.",
+        "",
+        *(f"    {result['command']}" for result in results[:1]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def picture(results: list[dict[str, Any]], path: Path) -> None:
+    """Loss curves above, tokens a second below, one column a model."""
+    size = (5.2 * len(results), 6)
+    figure, axes = plt.subplots(2, len(results), figsize=size, dpi=130, layout="constrained", squeeze=False)
+    for column, result in enumerate(results):
+        loss, speed = axes[0][column], axes[1][column]
+        for kernels, run in result["runs"].items():
+            style = "-" if kernels == "triton" else "--"
+            steps = range(1, len(run["losses"]) + 1)
+            loss.plot(steps, run["losses"], style, color=COLOURS[kernels], label=NAMES[kernels], lw=1.6)
+        loss.set_title(f"{result['preset']}: training loss")
+        loss.set_xlabel("optimizer step")
+        loss.set_ylabel("loss (nats a token)")
+        loss.legend()
+        loss.grid(alpha=0.3)
+        names = list(result["runs"])
+        values = [result["runs"][name]["tokens_per_second"] / 1e3 for name in names]
+        bars = speed.barh([NAMES[n] for n in names], values, color=[COLOURS[n] for n in names], height=0.5)
+        speed.bar_label(bars, labels=[f"{v:,.1f}k" for v in values], padding=3)
+        speed.set_xlim(0, max(values) * 1.18)
+        speed.set_xlabel("thousand tokens a second")
+        speed.set_title(f"{result['preset']}: speed, {result['gpus']} x {result['environment']['card']}")
+        speed.invert_yaxis()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Reads the results, writes and prints the report."""
+    arguments = tyro.cli(Arguments)
+    results = [json.loads(path.read_text()) for path in arguments.results]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    table = markdown(results)
+    (arguments.output / "steps.md").write_text(table)
+    picture(results, arguments.output / "steps.png")
+    print(table)
+    print(f"wrote {arguments.output / 'steps.md'}\nwrote {arguments.output / 'steps.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Timing shared by the benchmarks: providers interleaved, the L2 cache flushed between calls, medians and spreads."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuselm.env import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one provider.
+
+    Attributes:
+        median_ms: the figure to quote.
+        low_ms, high_ms: 20th and 80th percentile.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        ordered = sorted(samples)
+        return cls(statistics.median(ordered), ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5])
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int = 50
+) -> dict[str, Timing]:
+    """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
+
+    Args:
+        functions: provider name -> a call without arguments.
+        device: CUDA (events, L2 flushed before each call) or CPU (host clock).
+        repeats: rounds after three warm-up calls each.
+
+    Returns:
+        provider name -> Timing.
+    """
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    if device.type != "cuda":
+        for _ in range(repeats):
+            for name, function in functions.items():
+                started = time.perf_counter()
+                function()
+                samples[name].append((time.perf_counter() - started) * 1e3)
+        return {name: Timing.of(values) for name, values in samples.items()}
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+    events = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            flush.zero_()
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            function()
+            pair[1].record()
+            events[name].append(pair)
+    torch.cuda.synchronize(device)
+    return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read plus written, of a large copy on a GPU: the ceiling of memory-bound kernels."""
+    source = torch.randn(2**28, device=device)
+    target = torch.empty_like(source)
+    timing = interleaved({"copy": lambda: target.copy_(source)}, device, 10)["copy"]
+    return 2 * source.nbytes / (timing.median_ms * 1e-3)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a result file must say of where it was measured: card, driver, versions, commit."""
+    facts = versions()
+    facts["card"] = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        facts["driver"] = _output(query).splitlines()[0] if _output(query) else "unknown"
+        facts["cuda"] = str(torch.version.cuda)
+    commit = _output(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
+    facts["commit"] = (commit or "unknown") + (" with uncommitted changes" if changed else "")
+    return facts
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
