@@ -1,17 +1,18 @@
-"""Whole training steps: the same run with fused kernels and without, their losses, speed and memory.
+"""Whole training steps: the same run with fused kernels and without, or on one and two GPUs: losses, speed, memory.
 
     python benchmarks/bench_step.py --presets 124m llama3_1b --steps 200 --output benchmarks/results
 
-Runs `train/pretrain.py` once for each preset and each of kernels=triton and kernels=eager, on the same data with the
-same seed, and writes OUTPUT/step_PRESET.json: the environment, both runs' metrics, the largest relative difference of
-the losses after the tenth step, and what torch.compile compiled after the second. `report.py` makes the table and the
-picture from it.
+Runs `train/pretrain.py` once for each preset, each value of --kernels and each number of --gpus, on the same data with
+the same seed and global batch, and writes OUTPUT/step_PRESET.json: the environment, each run's medians and losses, the
+largest relative difference of the losses after the tenth step between the first run and the others, and how often
+torch.compile compiled again after the second step. `report.py` makes the table and the picture from it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,7 @@ SETTLED_STEP = 10
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare kernels=triton with kernels=eager over whole training runs."""
+    """Compare whole training runs that should give the same losses."""
 
     presets: tuple[str, ...] = ("debug",)
     """Presets of train/pretrain.py."""
@@ -36,8 +37,8 @@ class Arguments:
     steps: int = 200
     """Optimizer steps a run."""
 
-    gpus: int = 1
-    """Processes of a run, by torchrun when more than one."""
+    gpus: tuple[int, ...] = (1,)
+    """Processes of a run, by torchrun when more than one; each number is a run of its own."""
 
     kernels: tuple[str, ...] = ("triton", "eager")
     """Values of model.kernels to compare."""
@@ -48,20 +49,23 @@ class Arguments:
     runs: Path = Path("runs/bench_step")
     """Folder for the runs."""
 
+    label: str = ""
+    """Appended to the result file's name."""
+
     extra: str = ""
     """More options for pretrain.py, separated by spaces."""
 
 
-def run_training(arguments: Arguments, preset: str, kernels: str) -> list[dict[str, Any]]:
-    """Runs one training to its end and gives its metrics, a dictionary a step.
+def run_training(arguments: Arguments, preset: str, kernels: str, gpus: int) -> dict[str, Any]:
+    """Runs one training to its end and gives its summary.
 
     Raises:
         SystemExit: the run failed; its output is shown.
     """
-    name = f"{preset}-{kernels}"
+    name = f"{preset}-{kernels}-{gpus}"
     launcher = [sys.executable]
-    if arguments.gpus > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
+    if gpus > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, str(ROOT / "train" / "pretrain.py"), "--preset", preset, "--name", name]
     command += ["--runs", str(arguments.runs), "--training.steps", str(arguments.steps), "--model.kernels", kernels]
     command += ["--checkpoint.resume", "never", "--logging.progress", "plain", *arguments.extra.split()]
@@ -75,13 +79,17 @@ def run_training(arguments: Arguments, preset: str, kernels: str) -> list[dict[s
     if code:
         sys.exit(f"{' '.join(command)} failed with exit code {code}:\n{text[-3000:]}")
     print(f"wrote {log}")
-    return [json.loads(line) for line in (arguments.runs / name / "metrics.jsonl").read_text().splitlines()]
+    lines = (arguments.runs / name / "metrics.jsonl").read_text().splitlines()
+    summary = summarise([json.loads(line) for line in lines])
+    return {"kernels": kernels, "gpus": gpus, **summary, "recompilations_after_step_2": recompilations_after(text, 2)}
 
 
 def recompilations_after(log: str, step: int) -> int:
     """How many recompilations torch reported after the line of `step` in a run's log."""
-    _, _, rest = log.partition(f"step {step}/") if f"step {step}/" in log else log.partition(f"step   {step}/")
-    return rest.count("Recompiling function")
+    line = re.search(rf"^step +{step}/\d+  loss", log, re.MULTILINE)
+    if line is None:
+        raise ValueError(f"the log has no line for step {step}: run with --logging.every 1")
+    return log[line.end() :].count("Recompiling function")
 
 
 def summarise(metrics: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,12 +110,13 @@ def summarise(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def largest_difference(runs: dict[str, dict[str, Any]]) -> float | None:
-    """Largest relative difference between two runs' losses at any step after the tenth."""
-    if len(runs) < 2:
-        return None
-    first, second = (run["losses"][SETTLED_STEP:] for run in list(runs.values())[:2])
-    return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
+def largest_difference(runs: list[dict[str, Any]]) -> float | None:
+    """Largest relative difference of any run's loss from the first run's, at any step after the tenth."""
+    first = runs[0]["losses"][SETTLED_STEP:]
+    differences = [
+        abs(a - b) / abs(b) for run in runs[1:] for a, b in zip(run["losses"][SETTLED_STEP:], first, strict=True)
+    ]
+    return max(differences) if differences else None
 
 
 def main() -> None:
@@ -116,28 +125,24 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments.output.mkdir(parents=True, exist_ok=True)
     for preset in arguments.presets:
-        runs = {}
-        for kernels in arguments.kernels:
-            runs[kernels] = summarise(run_training(arguments, preset, kernels))
-            log = (arguments.runs / f"{preset}-{kernels}.log").read_text()
-            runs[kernels]["recompilations_after_step_2"] = recompilations_after(log, 2)
+        runs = [run_training(arguments, preset, k, gpus) for gpus in arguments.gpus for k in arguments.kernels]
         result = {
             "environment": environment(device),
             "command": " ".join(["python benchmarks/bench_step.py", *sys.argv[1:]]),
             "preset": preset,
-            "gpus": arguments.gpus,
             "steps": arguments.steps,
             "largest_loss_difference_after_step_10": largest_difference(runs),
             "runs": runs,
         }
-        path = arguments.output / f"step_{preset}.json"
+        path = arguments.output / f"step_{preset}{arguments.label}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}")
-        for kernels, run in runs.items():
+        for run in runs:
             mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
             print(
-                f"{preset} {kernels}: {run['tokens_per_second']:,.0f} tok/s, MFU {mfu}, {run['memory_gib']:.1f} GiB, "
-                f"last loss {run['losses'][-1]:.4f}, {run['recompilations_after_step_2']} recompilations after step 2"
+                f"{preset} {run['kernels']} on {run['gpus']}: {run['tokens_per_second']:,.0f} tok/s, MFU {mfu}, "
+                f"{run['memory_gib']:.1f} GiB, last loss {run['losses'][-1]:.4f}, "
+                f"{run['recompilations_after_step_2']} recompilations after step 2"
             )
         print(f"{preset}: largest loss difference after step 10: {result['largest_loss_difference_after_step_10']}")
 

@@ -43,10 +43,10 @@ def markdown(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        for kernels, run in result["runs"].items():
+        for run in result["runs"]:
             mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
             lines.append(
-                f"| {result['preset']} | {result['gpus']} | {kernels} | {run['tokens_per_second']:,.0f} | {mfu} | "
+                f"| {result['preset']} | {run['gpus']} | {run['kernels']} | {run['tokens_per_second']:,.0f} | {mfu} | "
                 f"{run['memory_gib']:.1f} GiB | {run['losses'][-1]:.3f} | {run['recompilations_after_step_2']} |"
             )
     for result in results:
@@ -73,7 +73,8 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(2, len(results), figsize=size, dpi=130, layout="constrained", squeeze=False)
     for column, result in enumerate(results):
         loss, speed = axes[0][column], axes[1][column]
-        for kernels, run in result["runs"].items():
+        for run in result["runs"]:
+            kernels = run["kernels"]
             style = "-" if kernels == "triton" else "--"
             steps = range(1, len(run["losses"]) + 1)
             loss.plot(steps, run["losses"], style, color=COLOURS[kernels], label=NAMES[kernels], lw=1.6)
@@ -82,13 +83,13 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
         loss.set_ylabel("loss (nats a token)")
         loss.legend()
         loss.grid(alpha=0.3)
-        names = list(result["runs"])
-        values = [result["runs"][name]["tokens_per_second"] / 1e3 for name in names]
-        bars = speed.barh([NAMES[n] for n in names], values, color=[COLOURS[n] for n in names], height=0.5)
+        names = [NAMES[run["kernels"]] + (f", {run['gpus']} GPUs" if run["gpus"] > 1 else "") for run in result["runs"]]
+        values = [run["tokens_per_second"] / 1e3 for run in result["runs"]]
+        bars = speed.barh(names, values, color=[COLOURS[run["kernels"]] for run in result["runs"]], height=0.5)
         speed.bar_label(bars, labels=[f"{v:,.1f}k" for v in values], padding=3)
         speed.set_xlim(0, max(values) * 1.18)
         speed.set_xlabel("thousand tokens a second")
-        speed.set_title(f"{result['preset']}: speed, {result['gpus']} x {result['environment']['card']}")
+        speed.set_title(f"{result['preset']}: speed, {result['environment']['card']}")
         speed.invert_yaxis()
     figure.savefig(path)
     plt.close(figure)
