@@ -1,0 +1,116 @@
+"""Every command and example in README.md and docs/ works: Python blocks run, shell commands run or, where they would
+train for hours or need many GPUs, are parsed by the program they name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuselm.train.config import parse_command_line
+from fuselm.train.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+QUICK_PRESETS = {"debug"}
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _commands() -> list:
+    found = []
+    for page in PAGES:
+        for block in _blocks(page, "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.split("  #")[0].strip()
+                if command and not command.startswith("#"):
+                    found.append(pytest.param(command, id=f"{page.stem}: {command}"))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.stem)
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(_blocks(page, "python")), str(page), "exec"), {"__name__": "example"})
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder that looks like a clone, so that runs land here, with a short debug run to sample from."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("src", "kernels", "model", "train", "benchmarks", "tests", "Makefile", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    texts = folder / "my_texts"
+    texts.mkdir()
+    lines = "".join(f"Line {i}: the quick brown fox jumps over dog {i * i}.\n\tAnd once more.\n" for i in range(3000))
+    (texts / "one.txt").write_text(lines)
+    (texts / "two.txt").write_text(lines[::-1])
+    _run(f"{shlex.quote(sys.executable)} train/pretrain.py --preset debug --name demo --training.steps 2", folder)
+    return folder
+
+
+def _run(command: str, folder: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+
+
+def _pretrain_arguments(words: list[str]) -> list[str] | None:
+    scripts = [
+        i for i, w in enumerate(words) if w.endswith("pretrain.py") or w in ("fuselm.train.pretrain", "fuselm-pretrain")
+    ]
+    return words[scripts[0] + 1 :] if scripts else None
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_shell_commands(command, workplace):
+    words = shlex.split(command)
+    arguments = _pretrain_arguments(words)
+    if words[0] == "git":
+        assert words[1] in ("clone",)
+        return
+    if words[0] == "cd":
+        return
+    if words[0] == "make":
+        assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
+        return
+    if words[0] == "pip" or words[1:3] == ["-m", "pip"]:
+        assert (ROOT / "pyproject.toml").exists()  # what it installs is tested by test_package.py
+        return
+    if words[0] == "pytest" or "pytest" in words:
+        _run(command + " --collect-only -q", workplace)
+        return
+    if arguments is not None:
+        config = parse_command_line(arguments, PRESETS, "")  # raises on a wrong option
+        if config.preset not in QUICK_PRESETS:
+            return
+        _run(f"{command} --training.steps 2", workplace)
+        return
+    if any("bench_step" in w or "report.py" in w for w in words):
+        _run(command.split(".py")[0] + ".py --help", workplace)
+        return
+    _run(command, workplace)
+
+
+def test_every_link_and_picture_exists():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
