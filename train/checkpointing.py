@@ -4,9 +4,9 @@
         __0_0.distcp ... .metadata   torch.distributed.checkpoint: model, optimizer, RNG state
         manifest.json                step, position in the data, configuration, size and CRC-32 of every file
 
-Everything goes to step_XXXXXXXX.tmp; the manifest is written last and the folder renamed, so a folder without .tmp is whole.
-Sizes are compared when a checkpoint is looked for, CRCs before it is loaded: a flipped bit is otherwise just another weight.
-Old checkpoints go only after the new one is in place.
+Everything goes to step_XXXXXXXX.tmp; the manifest is written last and the folder renamed, so a folder without .tmp is
+whole. Sizes are compared when a checkpoint is looked for, CRCs before it is loaded: a flipped bit is otherwise just
+another weight. Old checkpoints go only after the new one is in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -30,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from fuselm.train.distributed import World
@@ -45,7 +46,7 @@ def step_folder(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:08d}"
 
 
-# --- Finding and checking ---------------------------------------------------------------------------------------------------
+# --- Finding and checking -------------------------------------------------------------------------------------------
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def resumable(run: Path, world: World) -> Path | None:
     return None
 
 
-# --- Space ------------------------------------------------------------------------------------------------------------------
+# --- Space ----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(model: nn.Module) -> int:
@@ -153,7 +154,7 @@ def clean(run: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-# --- Saving -----------------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -204,7 +205,7 @@ def save_checkpoint(
 
     def write() -> None:
         try:
-            dcp.save(state, checkpoint_id=temporary)
+            dcp_save(state, checkpoint_id=temporary)
         except Exception as error:  # DCP wraps what went wrong on any rank in exceptions of its own
             raise UserError(
                 f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)}"
@@ -325,7 +326,7 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# --- Loading ----------------------------------------------------------------------------------------------------------------
+# --- Loading --------------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -346,7 +347,7 @@ def load_checkpoint(
 
     def read() -> None:
         try:
-            dcp.load(state, checkpoint_id=checkpoint)
+            dcp_load(state, checkpoint_id=checkpoint)
         except Exception as error:  # see save_checkpoint
             raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
 
@@ -370,7 +371,7 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+            dcp_load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     except Exception as error:  # see save_checkpoint
         raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
     model.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""The configuration of a run: nested dataclasses, one section a concern, and their way to and from JSON and the command line."""
+"""The configuration of a run: nested dataclasses, a section a concern; to and from JSON and the command line."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TrainingConfig:
     """Sequences an optimizer step, over all ranks and micro-batches; 0 for micro_batch_size * ranks."""
 
     micro_batch_size: int = 4
-    """Sequences a rank puts through the model at once. Gradients accumulate over global_batch_size / (micro_batch_size * ranks)
-    micro-batches a step."""
+    """Sequences a rank puts through the model at once. A step has global_batch_size / (micro_batch_size * ranks)
+    micro-batches, over which gradients accumulate."""
 
     seed: int = 0
     """Seeds the initial weights and the order of the data."""
@@ -96,7 +96,7 @@ class ParallelConfig:
     """Free each block's gathered parameters between its forward and backward pass: less memory, one more all-gather."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute each block in the backward pass (full), or all of it but attention and every second matmul (selective)."""
+    """Recompute each block in the backward pass: full, or selective (all but attention and every second matmul)."""
 
     compile: bool | None = None
     """torch.compile each block; None compiles on a GPU and not on a CPU."""
@@ -107,7 +107,7 @@ class EvaluationConfig:
     """Validation loss."""
 
     every: int = 100
-    """Steps between two validations; 0 for none during the run. It always runs before the first and after the last step."""
+    """Steps between two validations; 0 for none in between. Before the first and after the last step there is one."""
 
     batches: int = 10
     """Global batches a validation; fewer when the validation split is shorter; 0 turns validation off."""
@@ -124,8 +124,8 @@ class CheckpointConfig:
     """How many of the newest checkpoints stay; older ones go once a newer one is complete."""
 
     resume: str = "auto"
-    """auto: go on from the run folder's newest complete checkpoint, if any. never: start over (an earlier run of that name is
-    moved aside). Or the path of a checkpoint or run folder to start from."""
+    """auto: go on from the run folder's newest complete checkpoint, if any. never: start over (an earlier run of that
+    name is moved aside). Or the path of a checkpoint or run folder to start from."""
 
     save: bool = True
     """Write checkpoints at all."""
@@ -229,7 +229,7 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
     return dataclasses.replace(config, name=name, training=training)
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------------------------
 
 
 def to_json(config: Any) -> str:
@@ -271,7 +271,7 @@ def config_from_json(run: Path) -> TrainConfig:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
+    if value is None:
         return None
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
@@ -283,7 +283,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-# --- The command line -------------------------------------------------------------------------------------------------------
+# --- The command line -----------------------------------------------------------------------------------------------
 
 
 def parse_command_line(arguments: list[str], presets: dict[str, Any], description: str) -> TrainConfig:

@@ -1,7 +1,7 @@
 """Processes: start and end of the process group, and the few things that all ranks must decide alike.
 
-One process without torchrun gets a process group of its own with an in-memory store, so that the trainer has one path: FSDP2
-on a mesh of one rank. Host-side agreement goes through gloo and never touches a GPU's queue.
+One process without torchrun gets a process group of its own with an in-memory store, so that the trainer has one path:
+FSDP2 on a mesh of one rank. Host-side agreement goes through gloo and never touches a GPU's queue.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fuselm.train.errors import UserError
 
@@ -126,7 +127,7 @@ def start(choice: Literal["auto", "cuda", "cpu"] = "auto") -> World:
     else:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process needs no name service and no network
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return World(rank, local_rank, size, device)
 
 

@@ -9,8 +9,8 @@ import sys
 class UserError(Exception):
     """Something the user asked for cannot be done; the message says in one line what, with names and numbers.
 
-    Entry points catch it, print it through `report`, and exit with its return value. Anything else is a bug of ours and keeps
-    its traceback.
+    Entry points catch it, print it through `report`, and exit with its return value. Anything else is a bug of ours and
+    keeps its traceback.
     """
 
 

@@ -1,4 +1,4 @@
-"""The loss, in one place for training and validation: sum over valid tokens of all micro-batches and ranks / their count."""
+"""The loss, in one place for training and validation: sum over all valid tokens / their count, over all ranks."""
 
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ def forward_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Forward and backward of one optimizer step; adds to the parameters' gradients.
 
-    The count of valid tokens is summed over ranks before the first forward pass, so each micro-batch's loss is divided by the
-    step's own count: however a step is split, loss and gradient are the same. Gradients cross ranks once, with the last one.
+    The count of valid tokens is summed over ranks before the first forward pass, so each micro-batch's loss is divided
+    by the step's own count: however a step is split, loss and gradient are the same. Gradients cross ranks once, with
+    the last micro-batch.
 
     Args:
         model: sharded by `parallelize`, or plain.

@@ -1,8 +1,8 @@
 """Learning-rate schedules: linear warmup, then cosine, warmup-stable-decay (WSD), or constant.
 
-A schedule is a pure function of the step and the configuration, so a resumed run has the learning rate of the unbroken one by
-construction; there is no state to save. WSD follows Hu et al., "MiniCPM" (arXiv:2404.06395); cosine follows Loshchilov and
-Hutter, "SGDR" (arXiv:1608.03983), with one period.
+A schedule is a pure function of the step and the configuration, so a resumed run has the learning rate of the unbroken
+one by construction; there is no state to save. WSD follows Hu et al., "MiniCPM" (arXiv:2404.06395); cosine follows
+Loshchilov and Hutter, "SGDR" (arXiv:1608.03983), with one period.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Reporter:
             self.progress.start()
         self.path = run / "metrics.jsonl"
         drop_after(self.path, start_step)
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
         if config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 

@@ -2,8 +2,9 @@
 
     tensor parallelism (not yet) -> activation checkpointing -> per-block torch.compile -> FSDP2
 
-Each stage wraps what the one before left: compile sees a recomputed block as one graph, and FSDP2's hooks stay outside the
-compiled region. The model is on the meta device throughout; `materialize` allocates and fills this rank's shards only.
+Each stage wraps what the one before left: compile sees a recomputed block as one graph, and FSDP2's hooks stay outside
+the compiled region. The model is on the meta device throughout; `materialize` allocates and fills this rank's shards
+only.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is a sum over tokens divided by their global count, so gradients are summed over ranks, not averaged.
+            # The loss is a sum over tokens / their global count, so gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             if mesh.device_type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -82,8 +83,8 @@ def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
 def materialize(model: Llama, device: torch.device, seed: int) -> None:
     """Allocate a meta model's shards and fill them with the initial weights.
 
-    Each parameter's whole value is a function of its name and the seed, drawn on every rank and cut to its shard: the same
-    model on any number of ranks, with one whole parameter in memory at a time.
+    Each parameter's whole value is a function of its name and the seed, drawn on every rank and cut to its shard: the
+    same model on any number of ranks, with one whole parameter in memory at a time.
     """
     model.to_empty(device=device)
     with torch.no_grad():

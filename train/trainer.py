@@ -85,14 +85,14 @@ class Trainer:
         world: from `distributed.start`.
 
     Raises:
-        UserError: the data, the run folder, the checkpoint or the disk do not fit the configuration. Nothing was written then.
+        UserError: the data, the run folder, the checkpoint or the disk do not fit the configuration.
     """
 
     def __init__(self, config: TrainConfig, world: World, stop: StopSignal) -> None:
         self.config, self.world, self.stop = config, world, stop
         self.run = config.run_folder
         world.together(self._check_kernels)
-        self.training, self.validation = self._open_data()
+        self.dataset, self.training, self.validation = self._open_data()
         checkpoint = self._find_checkpoint()
         self.model, self.optimizer = build(config, world)
         self.step = 0
@@ -122,7 +122,8 @@ class Trainer:
         except RuntimeError as error:
             raise UserError(f"model.kernels is {self.config.model.kernels}: {error}") from error
 
-    def _open_data(self) -> tuple[Feed, Feed]:
+    def _open_data(self) -> tuple[TokenDataset, Feed, Feed]:
+        """The training split, and how this rank reads the training and the validation split."""
         config, world = self.config, self.world
         path = config.data.path
         if path is None:
@@ -131,9 +132,6 @@ class Trainer:
             # Rank 0 first; then one process a machine, which finds the folder there or makes it where none is shared.
             for turn in (world.rank == 0, world.local_rank == 0):
                 world.together(lambda turn=turn: prepare_bundled(bundled, config.data.vocab_size) if turn else None)
-
-        def open_both() -> tuple[TokenDataset, TokenDataset]:
-            return TokenDataset.open(path, "train"), TokenDataset.open(path, "validation")
 
         def feed(dataset: TokenDataset, shuffle: bool) -> Feed:
             stream = DataStream(
@@ -145,17 +143,16 @@ class Trainer:
             )
             return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
 
-        def build_feeds() -> tuple[Feed, Feed]:
-            training, validation = open_both()
+        def open_both() -> tuple[TokenDataset, Feed, Feed]:
+            training, validation = TokenDataset.open(path, "train"), TokenDataset.open(path, "validation")
             if training.vocab_size > config.model.vocab_size:
                 raise UserError(
                     f"the data in {path} has a vocabulary of {training.vocab_size}, but model.vocab_size is "
                     f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
                 )
-            self.dataset = training
-            return feed(training, True), feed(validation, False)
+            return training, feed(training, True), feed(validation, False)
 
-        return world.together(build_feeds)
+        return world.together(open_both)
 
     def _position(self) -> dict[str, Any]:
         """What fixes the order of the data: with the step, it says which sequences come next."""
@@ -186,8 +183,8 @@ class Trainer:
             newest = world.from_main(lambda: checkpointing.latest_checkpoint(self.run))
             if newest is not None and found.resolve().parent == newest.resolve().parent and found.name != newest.name:
                 raise AgreedError(
-                    f"checkpoint.resume: {self.run} goes on to {newest.name}; to branch off at {found.name}, give the new run "
-                    "another --name"
+                    f"checkpoint.resume: {self.run} goes on to {newest.name}; to branch off at {found.name}, "
+                    "give the new run another --name"
                 )
         if found is not None:
             manifest = world.from_main(lambda: checkpointing.read_manifest(found))
@@ -201,8 +198,8 @@ class Trainer:
         for name, before, after in pairs:
             if before != after:
                 raise UserError(
-                    f"{checkpoint} was written with {name} {before}, but it is {after} now; give the same, or start a run with "
-                    "another --name or --checkpoint.resume never"
+                    f"{checkpoint} was written with {name} {before}, but it is {after} now; give the same, or start "
+                    "a run with another --name or --checkpoint.resume never"
                 )
 
     def _claim_folder(self, checkpoint: Path | None) -> str | None:
@@ -245,8 +242,8 @@ class Trainer:
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
         say(
             f"{self.run}: {self.model.num_parameters() / 1e6:,.2f} M parameters on {world.size} x {device}, "
-            f"{config.parallel.param_dtype} compute; {training.global_batch_size} sequences x {training.seq_len} tokens a step "
-            f"({world.size} ranks x {training.micro_batch_size} x {accumulation} micro-batches); "
+            f"{config.parallel.param_dtype} compute; {training.global_batch_size} sequences x {training.seq_len} "
+            f"tokens a step ({world.size} ranks x {training.micro_batch_size} x {accumulation} micro-batches); "
             f"{self.dataset.num_tokens:,} training tokens"
         )
         if checkpoint is not None:
@@ -333,8 +330,9 @@ class Trainer:
         limit = self.config.training.max_nonfinite_steps
         if self.nonfinite >= limit:
             raise AgreedError(
-                f"loss or gradient norm was not finite in {limit} steps in a row (up to step {step}); try a lower optimizer.lr "
-                f"or a longer schedule.warmup_steps. Checkpoints in {self.run / checkpointing.FOLDER} are from before"
+                f"loss or gradient norm was not finite in {limit} steps in a row (up to step {step}); try a lower "
+                f"optimizer.lr or a longer schedule.warmup_steps. Checkpoints in {self.run / checkpointing.FOLDER} are "
+                "from before"
             )
 
     def _validate(self) -> None:
