@@ -1,0 +1,463 @@
+"""AdamW with global-norm clipping (Loshchilov and Hutter 2019, arXiv:1711.05101; Pascanu et al. 2013, arXiv:1211.5063).
+
+With n the norm over all gradients of all groups and processes, c = min(1, max_grad_norm / (n + 1e-6)), and t the step:
+
+    g ← c · g
+    m ← β1 · m + (1 - β1) · g              v ← β2 · v + (1 - β2) · g²
+    p ← p - lr · λ · p - lr / (1 - β1^t) · m / (√v / √(1 - β2^t) + ε)
+
+which is torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW in one. Gradients are read, never written. If n is not
+finite, nothing of this happens: parameters, moments and step counters stay as they are, on every process, and
+`skipped_steps` goes up.
+
+Bytes that must move, everything in fp32: p, g, m, v in, p, m, v out, 28 a parameter, and 4 to read g for the norm. bf16
+parameters and gradients with fp32 moments and master: 28 (g 2, m, v, master 4 in; p 2, m, v, master 4 out) and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import torch
+
+from fuselm.kernels._triton import Backend, compute_dtype, select_backend
+from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, local_gradient
+from fuselm.kernels.adamw_step import KERNEL_DTYPES, Entry, Hyper, TritonStep
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_OWN_ATTRIBUTES = ("max_grad_norm", "master_weights", "state_dtype", "backend", "grad_norm", "skipped_steps")
+
+
+def adamw_reference(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    hyper: Hyper,
+    scale: torch.Tensor | float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One update of one tensor in plain PyTorch, fp32 inside (fp64 if any input is fp64); nothing is modified.
+
+    Args:
+        weight: parameter or its master copy, any shape.
+        grad, exp_avg, exp_avg_sq: the same shape.
+        step: () the number of this step, from 1.
+        hyper: lr, betas, eps, weight decay.
+        scale: factor on the gradient, () or a float.
+
+    Returns:
+        (weight, exp_avg, exp_avg_sq) after the step, in the dtype of the computation.
+    """
+    wide = compute_dtype(weight, exp_avg)
+    w, m, v = weight.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    t = step.double()  # 1 - β^t cancels for β near 1
+    step_size = (hyper.lr / (1.0 - hyper.beta1**t)).to(wide)
+    root = (1.0 - hyper.beta2**t).sqrt().to(wide)
+    g = grad.to(wide) * (scale.to(wide) if isinstance(scale, torch.Tensor) else scale)
+    m = torch.lerp(m, g, 1.0 - hyper.beta1)
+    v = torch.lerp(v, g * g, 1.0 - hyper.beta2)
+    w = w - (hyper.lr * hyper.weight_decay) * w
+    w = w - step_size * (m / (v.sqrt() / root + hyper.eps))
+    return w, m, v
+
+
+def _reference_step(
+    entries: Sequence[Entry],
+    hypers: Sequence[Hyper],
+    *,
+    num_classes: int,
+    all_reduce: Callable[[torch.Tensor], None],
+    max_grad_norm: float,
+    grad_norm: torch.Tensor,
+    skipped_steps: torch.Tensor,
+) -> None:
+    """TritonStep.run in plain PyTorch; waits for no device."""
+    sums = torch.zeros(num_classes + 1, dtype=torch.float64, device=grad_norm.device)
+    squares: list[list[torch.Tensor]] = [[] for _ in range(num_classes)]
+    for e in entries:
+        norm = torch.linalg.vector_norm(e.grad, dtype=compute_dtype(e.grad))
+        squares[e.shard_class].append(norm.square().double())
+    for k, parts in enumerate(squares):
+        if parts:
+            sums[k] = torch.stack(parts).sum()
+    sums[num_classes] = ~sums[:num_classes].isfinite().all()
+    all_reduce(sums)
+    total = sums[:num_classes].sum()
+    go = total.isfinite() & (sums[num_classes] == 0)
+    norm = torch.where(go | ~total.isfinite(), total.sqrt(), math.nan)
+    grad_norm.copy_(norm)
+    skipped_steps.add_(~go)
+    host = grad_norm.device.type == "cpu"
+    if host and not bool(go):
+        return
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    for e in entries:
+        step = e.step + go
+        weight = e.param if e.master is None else e.master
+        new = adamw_reference(weight, e.grad, e.exp_avg, e.exp_avg_sq, step, hypers[e.group], scale)
+        targets = [(weight, new[0]), (e.exp_avg, new[1]), (e.exp_avg_sq, new[2]), (e.step, step)]
+        if e.master is not None:
+            targets.append((e.param, new[0]))
+        for target, value in targets:
+            target.copy_(value if host else torch.where(go, value.to(target.dtype), target))
+
+
+def _check_number(name: str, value: Any, *, below: float = math.inf) -> None:
+    if not isinstance(value, (int, float)) or not 0.0 <= value < below:
+        allowed = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
+        raise ValueError(f"{name}={value!r}: expected {allowed}")
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr has shape {tuple(lr.shape)}: expected a float or a tensor of one element")
+        if lr.device.type == "cpu":
+            _check_number("lr", lr.item())
+    else:
+        _check_number("lr", lr)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r}: expected two numbers")
+    for i, beta in enumerate(betas):
+        _check_number(f"betas[{i}]", beta, below=1.0)
+    _check_number("eps", group["eps"])
+    _check_number("weight_decay", group["weight_decay"])
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{name}={group[name]!r}: not supported")
+
+
+class _Held:
+    """Carries a tensor through Optimizer.load_state_dict, which would cast moments and master to the parameter's
+    dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW as in torch, with the global gradient norm, its clipping and the check for non-finite gradients built in.
+
+    On CUDA all parameters are updated by a handful of launches, whatever their number, and step() never waits for the
+    device: it can be captured in a CUDA graph (after an eager step; a float lr is then fixed, a tensor lr is read). The
+    state (`step`, `exp_avg`, `exp_avg_sq`) loads into torch.optim.AdamW and back. With DTensor parameters (FSDP2,
+    tensor parallel) every process updates its shards, and the norm costs one small all-reduce a sharded mesh
+    dimension; all processes must call step() together. The results have the same bits in every run.
+
+    Args:
+        params: parameters (fp32, bf16, fp16; fp64 runs the reference), or groups as dictionaries, on one device.
+        lr: float or one-element tensor. Changing group["lr"] recompiles nothing and waits for nothing.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the denominator after the bias correction.
+        weight_decay: decoupled.
+        max_grad_norm: gradients count as if scaled to at most this global norm; None: no clipping.
+        master_weights: keep an fp32 copy of every bf16 or fp16 parameter in state["master"], step that, and round it
+            to the parameter. Without it a 16-bit parameter loses updates smaller than half its last bit. Write to
+            such a parameter from outside before the first step, or drop its state.
+        state_dtype: of the moments, fp32 or bf16; None: fp32 (fp64 for fp64 parameters).
+        backend: "auto", "triton" or "reference".
+
+    Attributes:
+        grad_norm: () fp32 on the parameters' device: the norm that the last step saw, before clipping, over all
+            groups and processes. Each step makes a new tensor; 0 before the first.
+        skipped_steps: () int64 on the parameters' device: steps not taken because the norm was not finite.
+        max_grad_norm: may be changed between steps.
+
+    Raises:
+        ValueError: an argument out of range (it is named), a parameter given twice, parameters on several devices.
+        TypeError: a parameter that is not real floating point, or fp64 with backend="triton".
+    """
+
+    grad_norm: torch.Tensor
+    skipped_steps: torch.Tensor
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, get_args(Backend)))}")
+        if state_dtype is not None and state_dtype not in _STATE_DTYPES:
+            raise ValueError(f"state_dtype={state_dtype}: expected torch.float32, torch.bfloat16 or None")
+        self.max_grad_norm = max_grad_norm
+        self.master_weights = master_weights
+        self.state_dtype = state_dtype
+        self.backend: Backend = backend
+        self._check_max_grad_norm()
+        self._loading = False
+        self._forget()
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        device = self._params()[0].device
+        if backend == "triton":
+            select_backend(backend, device)  # says at once if it cannot run
+        self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _forget(self) -> None:
+        self._triton = TritonStep()
+        self._reduction: NormReduction | None = None
+
+    def _check_max_grad_norm(self) -> float:
+        limit = self.max_grad_norm
+        if limit is None:
+            return math.inf
+        if not isinstance(limit, (int, float)) or not limit > 0.0:
+            raise ValueError(f"max_grad_norm={limit!r}: expected a number > 0, or None")
+        return float(limit)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; see torch.optim.Optimizer.add_param_group. Options not given are the optimizer's own."""
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            self._check_params(self.param_groups[-1]["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._reduction = None
+
+    def _check_params(self, params: Sequence[torch.Tensor]) -> None:
+        if len(set(params)) != len(params):
+            raise ValueError("params: the same parameter appears twice in a group")
+        first = self._params()[0] if self._params() else None
+        for p in params:
+            if not p.is_floating_point() or p.layout != torch.strided:
+                raise TypeError(
+                    f"params: a {p.dtype} {p.layout} parameter of shape {tuple(p.shape)} cannot be optimized"
+                )
+            if self.backend == "triton" and p.dtype not in KERNEL_DTYPES:
+                raise TypeError(f"params: backend='triton' takes fp32, bf16 and fp16 parameters, one is {p.dtype}")
+            if first is not None and p.device != first.device:
+                raise ValueError(f"params: expected one device, got {first.device} and {p.device}")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss with gradients; called first.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a sparse gradient; state to be initialised, or sizes that changed, under graph capture.
+            ValueError: a partial DTensor gradient; state that does not fit its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        params = self._params()
+        device = params[0].device
+        limit = self._check_max_grad_norm()
+        if self._reduction is None:
+            self._reduction = NormReduction(params, device)
+        if self.skipped_steps.device != device:  # made on the meta device, materialised since
+            self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.grad_norm = torch.empty((), dtype=torch.float32, device=device)
+        entries: list[Entry] = []
+        classes = iter(self._reduction.classes)
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                shard_class = next(classes)
+                if p.grad is not None:
+                    entries.append(self._entry(index, shard_class, p, p.grad))
+        backend = select_backend(self.backend, device)
+        if any(t.dtype not in KERNEL_DTYPES for e in entries for t in e.tensors()):
+            backend = "reference"
+        run = self._triton.run if backend == "triton" else _reference_step
+        run(
+            entries,
+            [_hyper(group, device) for group in self.param_groups],
+            num_classes=self._reduction.num_classes,
+            all_reduce=self._reduction.all_reduce,
+            max_grad_norm=limit,
+            grad_norm=self.grad_norm,
+            skipped_steps=self.skipped_steps,
+        )
+
+    def _entry(self, group: int, shard_class: int, param: torch.Tensor, grad: torch.Tensor) -> Entry:
+        if grad.is_sparse:
+            raise RuntimeError("AdamW does not support sparse gradients")
+        part = local(param)
+        state = self.state[param]
+        self._initialize(param, part, state)
+        master = local(state["master"]) if "master" in state else None
+        entry = Entry(
+            group,
+            shard_class,
+            part,
+            local_gradient(param, grad),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            state["step"],
+            master,
+        )
+        # The kernels write through addresses: what does not fit must not get there.
+        for tensor in entry.tensors():
+            if tensor.shape != part.shape or tensor.device != part.device:
+                raise ValueError(
+                    f"gradient or state of shape {tuple(tensor.shape)} on {tensor.device} does not fit its parameter "
+                    f"of shape {tuple(part.shape)} on {part.device}"
+                )
+        fits = entry.exp_avg.dtype == entry.exp_avg_sq.dtype and entry.step.device == part.device
+        if not fits or entry.step.dtype != torch.float32 or (master is not None and master.dtype != torch.float32):
+            raise ValueError(
+                f"state of a parameter of shape {tuple(part.shape)}: expected moments of one dtype, step and master in "
+                f"fp32, all on {part.device}"
+            )
+        return entry
+
+    def _initialize(self, param: torch.Tensor, part: torch.Tensor, state: dict[str, Any]) -> None:
+        """Adds what is missing of a parameter's state."""
+        wants_master = self._wants_master(param)
+        if "step" in state and "exp_avg" in state and "exp_avg_sq" in state and wants_master == ("master" in state):
+            return
+        if part.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("optimizer state must exist before a CUDA graph is captured: run an eager step first")
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+        dtype = self._moment_dtype(param)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = like(param, torch.zeros_like(part, dtype=dtype))
+        if wants_master:
+            state["master"] = like(param, part.to(torch.float32, copy=True))
+        else:
+            state.pop("master", None)
+
+    def _wants_master(self, param: torch.Tensor) -> bool:
+        return self.master_weights and param.dtype.itemsize < 4
+
+    def _moment_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return self.state_dtype or compute_dtype(param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads state_dict() of this class or of torch.optim.AdamW.
+
+        Moments take this optimizer's dtype, steps may differ between parameters, and tensors that exist are written in
+        place (captured graphs stay valid); nothing is shared with `state_dict`. A master copy that is missing is made
+        from the parameter at the next step.
+
+        Raises:
+            ValueError: other groups, sizes or placements than this optimizer has, or an option that it lacks (amsgrad).
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = cast("dict[str, Any] | None", hook(self, state_dict))
+            state_dict = state_dict if result is None else result
+        held = {
+            key: {n: _Held(v) if isinstance(v, torch.Tensor) else v for n, v in value.items()}
+            if isinstance(value, Mapping)
+            else value
+            for key, value in state_dict["state"].items()
+        }
+        for group in state_dict["param_groups"]:
+            _check_group({**self.defaults, **group})
+        hooks, self._optimizer_load_state_dict_pre_hooks = (
+            self._optimizer_load_state_dict_pre_hooks,
+            type(self._optimizer_load_state_dict_pre_hooks)(),
+        )  # they have run
+        self._loading = True
+        try:
+            super().load_state_dict({**state_dict, "state": held})
+        finally:
+            self._loading = False
+            self._optimizer_load_state_dict_pre_hooks = hooks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN_ATTRIBUTES}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self.__dict__.get("_loading"):
+            state["state"] = self._adopt(state["state"])
+            for group in state["param_groups"]:
+                for name, value in self.defaults.items():
+                    group.setdefault(name, value)
+        else:
+            self._loading = False
+            self._forget()
+        super().__setstate__(state)
+
+    def _adopt(self, loaded: dict[Any, Any]) -> dict[Any, Any]:
+        """The new self.state from one whose tensors are held; checks everything before it writes anything."""
+        for param, values in loaded.items():
+            for name, value in values.items() if isinstance(param, torch.Tensor) else ():
+                if not isinstance(value, _Held) or name == "step":
+                    continue
+                tensor = value.tensor
+                if tensor.shape != param.shape:
+                    raise ValueError(
+                        f"state[{name!r}] has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}"
+                    )
+                if is_dtensor(tensor) != is_dtensor(param):
+                    raise ValueError(f"state[{name!r}] and its parameter must both be DTensors, or neither")
+        with torch.no_grad():
+            for param, values in loaded.items():
+                if isinstance(param, torch.Tensor):
+                    self._adopt_one(param, values)
+        return loaded
+
+    def _adopt_one(self, param: torch.Tensor, values: dict[str, Any]) -> None:
+        present = self.state.get(param, {})
+        if not self._wants_master(param):
+            values.pop("master", None)
+        part = local(param)
+        for name, value in list(values.items()):
+            if name == "step":
+                step = value.tensor if isinstance(value, _Held) else torch.tensor(float(value))
+                target = present.get("step")
+                if target is None:
+                    target = torch.empty((), dtype=torch.float32, device=part.device)
+                values["step"] = target.copy_(step.reshape(()))
+            elif isinstance(value, _Held):
+                source: Any = value.tensor
+                if is_dtensor(param):
+                    p: Any = param
+                    if source.placements != p.placements:
+                        source = source.redistribute(p.device_mesh, p.placements)
+                    source = local(source)
+                target = present.get(name)
+                if target is None:
+                    dtype = torch.float32 if name == "master" else self._moment_dtype(param)
+                    target = like(param, torch.empty_like(part, dtype=dtype))
+                local(target).copy_(source)
+                values[name] = target
+
+
+def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor):
+        if lr.device.type == "cpu" and device.type != "cpu":
+            lr = lr.item()  # on the host already: nobody waits
+        elif lr.device != device:
+            raise ValueError(f"lr is on {lr.device}: expected {device}, the CPU, or a float")
+    beta1, beta2 = group["betas"]
+    return Hyper(
+        lr.detach().reshape(()) if isinstance(lr, torch.Tensor) else float(lr),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
