@@ -1,0 +1,391 @@
+"""A linear layer and cross-entropy over its outputs in one op; the logits never exist as a whole.
+
+    logits = x · Wᵀ        loss, dlogits as in cross_entropy.py        dx = dlogits · W        dW = dlogitsᵀ · x
+
+Rows go through in chunks, one buffer of logits for all: a matrix multiplication fills it, one launch computes the loss
+and writes the gradient over the logits, two more multiplications give dx and add to dW in fp32 (the first chunk writes
+it). So "sum" and "mean" do all of their work in the forward pass, for an upstream gradient of 1, with dlogits within
+±1 so that fp16 does not underflow; the backward pass scales dx and dW by the upstream gradient, on the device. It
+scales in place because the two buffers are handed out once: a second backward pass (retain_graph), a gradient of lse,
+and the reduction "none" (whose upstream gradient differs by row) run the chunks again, a fourth multiplication, with
+the gradients known beforehand.
+
+Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32. Floor: three multiplications,
+6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of logits, dx, dW.
+
+Under torch.autocast the multiplications run in the autocast dtype; dx and dW have the dtypes of x and W.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.cross_entropy import (
+    KERNEL_DTYPES,
+    Reduction,
+    check_options,
+    cross_entropy_reference,
+    row_weight,
+)
+from fuselm.kernels.cross_entropy_kernels import Options, launch_forward
+from fuselm.kernels.launch.linear_cross_entropy import chunk_rows
+from fuselm.kernels.strides import as_rows
+
+
+def linear_cross_entropy_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: bool = False,
+) -> Any:
+    """Plain PyTorch linear_cross_entropy with the same arguments: whole logits in the inputs' dtype (or autocast's),
+    the loss in fp32 (fp64 for fp64 inputs)."""
+    return cross_entropy_reference(
+        torch.nn.functional.linear(x, weight),
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        return_lse=return_lse,
+    )
+
+
+def _logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # rows start on 16-byte borders, which matrix multiplications and vector loads want (V = 50257)
+    aligned = -(-vocab // 8) * 8
+    return torch.empty((rows, aligned), dtype=dtype, device=device)[:, :vocab]
+
+
+def _accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
+    # dW (+)= dlogitsᵀ · x in fp32 for operands of any dtype
+    transposed = dlogits.t()
+    if dlogits.dtype == torch.float32 or not dlogits.is_cuda:  # only CUDA multiplies 16-bit operands into fp32
+        transposed, x = transposed.float(), x.float()
+        if first:
+            torch.mm(transposed, x, out=dw)
+        else:
+            dw.addmm_(transposed, x)
+    elif first:
+        torch.mm(transposed, x, out_dtype=torch.float32, out=dw)
+    else:
+        torch.addmm(dw, transposed, x, out_dtype=torch.float32, out=dw)
+
+
+def _run_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    options: Options,
+    *,
+    dtype: torch.dtype,
+    chunk_size: int,
+    want_lse: bool,
+    need_dx: bool,
+    need_dw: bool,
+    scale: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and lse of each row, dx (compute dtype), dw (fp32); gradients not asked for are empty. `scale`, `grad_lse`:
+    as in launch_forward."""
+    device = x.device
+    (rows, dim), vocab = x.shape, weight.shape[0]
+    loss, lse, lse_low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
+    dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=dtype, device=device)
+    dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=torch.float32, device=device)
+    if rows == 0:
+        return loss, lse, dx, dw.zero_()
+    chunk = min(chunk_size, rows) if chunk_size else chunk_rows(rows, vocab, dtype.itemsize)
+    with torch.autocast(device.type, enabled=False):
+        weight = weight.to(dtype)
+        buffer = _logits_buffer(chunk, vocab, dtype, device)
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            x_part = x[part].to(dtype)
+            logits = buffer[: x_part.shape[0]]
+            torch.mm(x_part, weight.t(), out=logits)
+            launch_forward(
+                logits.unsqueeze(0),
+                targets[part],
+                loss[part],
+                lse[part],
+                lse_low[part],
+                options=options,
+                skip_ignored=not want_lse,
+                gradient=logits.unsqueeze(0) if need_dx or need_dw else None,
+                scale=scale if scale is None or scale.dim() == 0 else scale[part],
+                grad_lse=None if grad_lse is None else grad_lse[part],
+            )
+            if need_dx:
+                torch.mm(logits, weight, out=dx[part])
+            if need_dw:
+                _accumulate_dw(dw, logits, x_part, first=start == 0)
+    return loss, lse, dx, dw
+
+
+@torch.library.custom_op("fuselm::linear_cross_entropy_forward", mutates_args=())
+def _linear_cross_entropy_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    dtype: torch.dtype,
+    chunk_size: int,
+    want_lse: bool,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    inverse_count = row_weight(targets, ignore_index, reduction)
+    loss, lse, dx, dw = _run_chunks(
+        x,
+        weight,
+        targets,
+        (ignore_index, label_smoothing, z_loss, softcap),
+        dtype=dtype,
+        chunk_size=chunk_size,
+        want_lse=want_lse,
+        need_dx=need_dx,
+        need_dw=need_dw,
+    )
+    return loss if reduction == "none" else loss.sum() * inverse_count, lse, inverse_count, dx, dw
+
+
+@_linear_cross_entropy_forward.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    dtype: torch.dtype,
+    chunk_size: int,
+    want_lse: bool,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def empty(*shape: int) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
+    rows, dim = x.shape
+    dx = x.new_empty((rows if need_dx else 0, dim), dtype=dtype)
+    loss = empty(rows) if reduction == "none" else empty()
+    return loss, empty(rows), empty(), dx, empty(weight.shape[0] if need_dw else 0, dim)
+
+
+@torch.library.custom_op("fuselm::linear_cross_entropy_backward", mutates_args=())
+def _linear_cross_entropy_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    grad_loss: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    dtype: torch.dtype,
+    chunk_size: int,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, dx, dw = _run_chunks(
+        x,
+        weight,
+        targets,
+        (ignore_index, label_smoothing, z_loss, softcap),
+        dtype=dtype,
+        chunk_size=chunk_size,
+        want_lse=False,
+        need_dx=need_dx,
+        need_dw=need_dw,
+        scale=grad_loss,
+        grad_lse=None if grad_lse is None else grad_lse.contiguous(),
+    )
+    return dx, dw
+
+
+@_linear_cross_entropy_backward.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    grad_loss: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    dtype: torch.dtype,
+    chunk_size: int,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (rows, dim), vocab = x.shape, weight.shape[0]
+    dx = x.new_empty((rows if need_dx else 0, dim), dtype=dtype)
+    return dx, x.new_empty((vocab if need_dw else 0, dim), dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, targets, *options, _reduction, dtype, chunk_size, _want_lse, need_dx, need_dw = inputs
+    _, _, inverse_count, dx, dw = output
+    ctx.save_for_backward(x, weight, targets, inverse_count)
+    ctx.options = (*options, dtype, chunk_size)
+    # Attributes, not saved tensors: the buffers are handed to the first backward pass, which scales them in place.
+    ctx.buffers = (dx, dw) if need_dx or need_dw else None
+    ctx.mark_non_differentiable(inverse_count, dx, dw)
+    ctx.set_materialize_grads(False)
+
+
+def _scaled(buffer: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A scale of one dimension: a 0-dim one would first be rounded to a 16-bit buffer's dtype.
+    scale = scale.reshape(1)
+    if buffer.dtype == dtype:
+        return buffer.mul_(scale)
+    return torch.mul(buffer, scale, out=torch.empty_like(buffer, dtype=dtype))
+
+
+def _backward(ctx: Any, grad_loss: torch.Tensor | None, grad_lse: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * 11
+    if grad_loss is None and grad_lse is None:
+        return None, None, *nothing
+    x, weight, targets, inverse_count = ctx.saved_tensors
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    scale = torch.zeros_like(inverse_count) if grad_loss is None else grad_loss * inverse_count
+    if scale.dim() == 1 or grad_lse is not None or torch.is_grad_enabled():
+        # With create_graph=True this op raises when differentiated, where the buffers would count as constants.
+        dx, dw = torch.ops.fuselm.linear_cross_entropy_backward(
+            x, weight, targets, scale, grad_lse, *ctx.options, need_dx, need_dw
+        )
+        dx, dw = dx.to(x.dtype), dw.to(weight.dtype)
+    else:
+        if ctx.buffers is None:  # handed out before: the same gradients for an upstream gradient of 1, computed again
+            ctx.buffers = torch.ops.fuselm.linear_cross_entropy_backward(
+                x, weight, targets, torch.ones_like(scale), None, *ctx.options, need_dx, need_dw
+            )
+        (dx, dw), ctx.buffers = ctx.buffers, None
+        dx, dw = _scaled(dx, scale, x.dtype), _scaled(dw, scale, weight.dtype)
+    return dx if need_dx else None, dw if need_dw else None, *nothing
+
+
+torch.library.register_autograd("fuselm::linear_cross_entropy_forward", _backward, setup_context=_setup)
+
+
+def _check_inputs(x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None) -> torch.dtype:
+    """Validates the linear layer's part; the dtype to multiply in."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating-point tensor")
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected (vocab, dim) with vocab >= 1")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has shape {tuple(x.shape)}: expected (..., {weight.shape[1]}), the dim of weight")
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}, x on {x.device}: move them to one device")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: expected None or a number of rows >= 1")
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"weight has dtype {weight.dtype}, x {x.dtype}: outside torch.autocast both need one dtype; cast one"
+        )
+    return x.dtype
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: bool = False,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> Any:
+    """cross_entropy(x @ weight.T, targets) without ever holding all logits.
+
+    Args:
+        x: (..., dim), bf16/fp16/fp32, any strides.
+        weight: (vocab, dim), the output layer; x's dtype, or any under torch.autocast.
+        targets: (...), int64 or int32, as for cross_entropy: class indices, or `ignore_index`; others make the loss
+        NaN.
+        ignore_index: rows with this target have loss 0 and gradient 0; it may lie in [0, vocab).
+        label_smoothing: weight of the uniform distribution in the target, from 0 to 1.
+        z_loss: weight of lse², added to the loss of each row that is not ignored.
+        softcap: if given, logits become softcap · tanh(logits / softcap) first.
+        reduction: "none" for (...), "sum", or "mean" = sum / max(rows that are not ignored, 1). "none" computes the
+            logits a second time in the backward pass.
+        return_lse: also return the logsumexp of the (capped) logits of every row; differentiable, at the price of
+            computing the logits a second time where its gradient is used.
+        chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 4096.
+        backend: "auto", "triton" or "reference"; the reference holds all logits.
+
+    Returns:
+        The loss, fp32 (fp64 for fp64 inputs); with return_lse a pair (loss, lse). Logits are rounded to the inputs' (or
+        autocast's) dtype, as a linear layer's output is; dweight is summed in fp32. What is frozen gets no gradient and
+        costs no work; without gradients (torch.no_grad) only the loss is computed. Second derivatives are not
+        implemented and raise.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: backend="triton" where Triton cannot run.
+    """
+    dtype = _check_inputs(x, weight, chunk_size)
+    check_options(targets, x.shape[:-1], x.device, label_smoothing, z_loss, softcap, reduction)
+    use_kernels = select_backend(backend, x.device) == "triton"
+    if use_kernels and dtype not in KERNEL_DTYPES:
+        if backend == "triton":
+            raise TypeError(f"x has dtype {x.dtype}: the kernels take fp32, bf16 and fp16; pass backend='auto'")
+        use_kernels = False
+    if not use_kernels:
+        return linear_cross_entropy_reference(
+            x,
+            weight,
+            targets,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            reduction=reduction,
+            return_lse=return_lse,
+        )
+    at_once = torch.is_grad_enabled() and reduction != "none"
+    loss, lse, *_ = torch.ops.fuselm.linear_cross_entropy_forward(
+        as_rows(x),
+        weight,
+        targets.reshape(-1).contiguous(),
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        float(softcap or 0.0),
+        reduction,
+        dtype,
+        chunk_size or 0,
+        return_lse,
+        at_once and x.requires_grad,
+        at_once and weight.requires_grad,
+    )
+    if reduction == "none":
+        loss = loss.view(targets.shape)
+    return (loss, lse.view(targets.shape)) if return_lse else loss
