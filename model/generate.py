@@ -197,7 +197,7 @@ def generate(
 
 
 class IncrementalDecoder:
-    """Turns ids that come one by one into text that can be printed at once: no character comes before all its bytes have.
+    """Turns ids that come one by one into text that can be printed at once: a character comes when all its bytes have.
 
     A token of a byte-level vocabulary may hold part of a UTF-8 character. Decoders show an unfinished one at the end as
     one U+FFFD, so a U+FFFD at the end is held back; anywhere else it is final.

@@ -176,8 +176,8 @@ class DataStream:
         self.sequences_per_epoch = (dataset.num_tokens - 1) // seq_len
         if self.sequences_per_epoch < 1:
             raise DataError(
-                f"the {dataset.split} split of {dataset.path} has {dataset.num_tokens} tokens, too few for one sequence "
-                f"of seq_len {seq_len} and its target: needs {seq_len + 1}"
+                f"the {dataset.split} split of {dataset.path} has {dataset.num_tokens} tokens; one sequence of seq_len "
+                f"{seq_len} and its target need {seq_len + 1}"
             )
         self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
@@ -220,7 +220,7 @@ class DataStream:
             document_mask: also give the borders of documents.
 
         Raises:
-            DataError: the global batch is not divisible, a number is out of range, or a token is outside the vocabulary.
+            DataError: the global batch is not divisible, a number is out of range, or a token is not in the vocabulary.
         """
         if world_size < 1 or accumulation < 1 or self.global_batch_size % (world_size * accumulation):
             raise DataError(

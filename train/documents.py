@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of text of one document in one split; `starts` and `ends` say whether its part of that split does so here."""
+    """A run of text of one document in one split; `starts` and `ends` say if its part of that split does so here."""
 
     split: Split
     text: str
@@ -126,11 +126,16 @@ class TextSource:
                 return
 
     def _lines(self, file: Path, raw: BinaryIO, done: int) -> Iterator[Document]:
-        lines: Iterable[bytes] = raw
         if file.suffix == ".gz":
-            lines = gzip.GzipFile(fileobj=raw)
+            with gzip.GzipFile(fileobj=raw) as lines:
+                yield from self._records(file, raw, lines, done)
         elif file.suffix == ".xz":
-            lines = lzma.LZMAFile(raw)
+            with lzma.LZMAFile(raw) as lines:
+                yield from self._records(file, raw, lines, done)
+        else:
+            yield from self._records(file, raw, raw, done)
+
+    def _records(self, file: Path, raw: BinaryIO, lines: Iterable[bytes], done: int) -> Iterator[Document]:
         for number, line in enumerate(lines, start=1):
             self.bytes_read = done + raw.tell()
             if not line.strip():

@@ -1,7 +1,7 @@
 """From text to token shards: `python train/prepare_data.py SOURCE OUTPUT`, `fuselm-prepare-data`, or `prepare(...)`.
 
 Trains a byte-level BPE on the text (or takes a given tokenizer.json), checks that every document comes back exactly
-from its tokens, and writes shards that `fuselm.train.data_stream` memory-maps. The output folder appears when all is in it.
+from its tokens, and writes shards that `fuselm.train.data_stream` memory-maps. The output folder appears when whole.
 """
 
 from __future__ import annotations

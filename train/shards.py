@@ -237,7 +237,7 @@ def whole_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
             that stands there is never replaced.
 
     Raises:
-        UserError: `output` exists already, or its parent cannot be written to.
+        UserError: `output` exists already, or writing fails, here or in the body of the `with` statement.
     """
     output = Path(os.path.abspath(output))  # so that it has a name and a parent
     check_output(output, overwrite=overwrite)
@@ -256,6 +256,8 @@ def whole_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         os.umask(umask)
         partial.chmod(0o777 & ~umask)  # mkdtemp made it private
         _move_into_place(partial, output, overwrite=overwrite)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if alive is not None:
