@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -133,7 +134,9 @@ class Reporter:
             return
         if self.progress is not None:
             self.progress.console.print(text, markup=False)
-        else:
+            return
+        # A run does not end because nobody reads along any more.
+        with contextlib.suppress(BrokenPipeError):
             print(text, flush=True)
 
     def explain(self, speed: Speedometer, device: torch.device, seq_len: int) -> None:

@@ -99,6 +99,7 @@ class Trainer:
         if checkpoint is not None:
             manifest = checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer, world=world)
             self.step = manifest["step"]
+        self.start_step = self.step
         self.saved_step = self.step if checkpoint is not None and checkpoint.parent.parent == self.run else None
         moved = world.from_main(lambda: self._claim_folder(checkpoint))
         self.speed = Speedometer.of(config.model, config.training.seq_len, world.device, world.size)
@@ -106,7 +107,7 @@ class Trainer:
             self.run if world.is_main else None,
             config.logging,
             total_steps=config.training.steps,
-            start_step=self.step,
+            start_step=self.start_step,
         )
         self.pending: deque[Pending] = deque()
         self.nonfinite = 0
@@ -260,7 +261,7 @@ class Trainer:
         """
         total, every = self.config.training.steps, self.config.evaluation.every
         try:
-            if self.step < total:
+            if self.step == 0:
                 self._validate()
             while self.step < total and not self.stopping:
                 self._train_step()
@@ -269,7 +270,7 @@ class Trainer:
                 if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0:
                     self._save()
             self._read_pending()
-            if self.step >= total and self.saved_step != self.step:
+            if self.step >= total and self.step > self.start_step:
                 self._validate()
             self._save()
             self.reporter.plot()

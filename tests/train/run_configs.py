@@ -1,0 +1,17 @@
+"""Worker: trains each run whose config.json is named on the command line, one after the other in one process group."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from fuselm.train import distributed
+from fuselm.train.config import config_from_json, resolve
+from fuselm.train.trainer import StopSignal, Trainer
+
+torch.set_num_threads(1)
+world = distributed.start("cpu")
+for path in sys.argv[1:]:
+    Trainer(resolve(config_from_json(Path(path)), world.size), world, StopSignal()).train()
+distributed.stop(world)
