@@ -140,24 +140,25 @@ def _launch_forward(
     if rows == 0:
         return y, h, rstd
     launch = forward_launch(n, device_profile(x.device))
-    _rms_norm_forward_kernel[(-(-rows // launch.block_rows),)](
-        x_rows,
-        residual_rows,
-        x_rows if weight is None else weight,
-        y,
-        h,
-        rstd,
-        x_rows.stride(0),
-        residual_rows.stride(0),
-        rows,
-        n,
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _rms_norm_forward_kernel[(-(-rows // launch.block_rows),)](
+            x_rows,
+            residual_rows,
+            x_rows if weight is None else weight,
+            y,
+            h,
+            rstd,
+            x_rows.stride(0),
+            residual_rows.stride(0),
+            rows,
+            n,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            BLOCK_ROWS=launch.block_rows,
+            BLOCK_N=launch.block_n,
+            num_warps=launch.num_warps,
+        )
     return y, h, rstd
 
 
@@ -191,26 +192,27 @@ def _rms_norm_backward(
         return dx, torch.zeros(n if need_dw else 0, dtype=torch.float32, device=x.device)
     launch = backward_launch(rows, n, device_profile(x.device))
     partial = torch.empty((launch.programs, n) if need_dw else (0, n), dtype=torch.float32, device=x.device)
-    _rms_norm_backward_kernel[(launch.programs,)](
-        dy_rows,
-        dh_rows,
-        x_rows,
-        x_rows if weight is None else weight,
-        rstd,
-        dx,
-        partial,
-        dy_rows.stride(0),
-        dh_rows.stride(0),
-        x_rows.stride(0),
-        rows,
-        n,
-        HAS_DH=dh is not None,
-        HAS_WEIGHT=weight is not None,
-        NEED_DW=need_dw,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _rms_norm_backward_kernel[(launch.programs,)](
+            dy_rows,
+            dh_rows,
+            x_rows,
+            x_rows if weight is None else weight,
+            rstd,
+            dx,
+            partial,
+            dy_rows.stride(0),
+            dh_rows.stride(0),
+            x_rows.stride(0),
+            rows,
+            n,
+            HAS_DH=dh is not None,
+            HAS_WEIGHT=weight is not None,
+            NEED_DW=need_dw,
+            BLOCK_ROWS=launch.block_rows,
+            BLOCK_N=launch.block_n,
+            num_warps=launch.num_warps,
+        )
     return dx, partial.sum(0) if need_dw else partial.new_empty(0)
 
 
