@@ -58,7 +58,7 @@ def load_run(
     if not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} does not exist")
     if device.type == "cpu":  # whatever it was trained with
-        shape = dataclasses.replace(shape, kernels="auto", attention_backend="fuselm")
+        shape = dataclasses.replace(shape, kernels="eager", attention_backend="fuselm")
     with torch.device("meta"):
         model = Llama(shape)
     model.to_empty(device="cpu")

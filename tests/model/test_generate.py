@@ -1,0 +1,212 @@
+"""Generation: the cache changes nothing, filters keep what they should, and text comes in whole characters."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from fuselm.model.config import LlamaConfig
+from fuselm.model.generate import IncrementalDecoder, Sampling, generate, generate_stream
+from fuselm.model.llama import Llama
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    shape = LlamaConfig(
+        vocab_size=VOCAB, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=24, kernels="eager"
+    )
+    model = Llama(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6)  # far from uniform, so that tokens depend on all that came before
+    return model
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (3, 5), generator=torch.Generator().manual_seed(1))
+
+
+def without_cache(model: Llama, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    return tokens
+
+
+def test_greedy_is_the_likeliest_token_each_time(model: Llama, prompt: torch.Tensor) -> None:
+    result = generate(model, prompt, max_new_tokens=19, temperature=0)
+    assert result.shape == (3, 24) and result.dtype == torch.int64 and not result.requires_grad
+    assert torch.equal(result, without_cache(model, prompt, 19))
+    assert len(set(result[:, 5:].flatten().tolist())) > 5
+    for row in range(3):
+        assert torch.equal(generate(model, prompt[row : row + 1], max_new_tokens=19, temperature=0)[0], result[row])
+    narrow: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-30}]
+    for options in narrow:
+        assert torch.equal(generate(model, prompt, max_new_tokens=19, **options), result)
+
+
+def test_seed_decides_all(model: Llama, prompt: torch.Tensor) -> None:
+    def draw(**options) -> torch.Tensor:
+        return generate(model, prompt, max_new_tokens=8, temperature=1.5, **options)
+
+    first = draw(seed=7)
+    assert torch.equal(draw(seed=7), first) and not torch.equal(draw(seed=8), first)
+    assert torch.equal(draw(generator=torch.Generator().manual_seed(7)), first)
+    torch.manual_seed(7)
+    assert torch.equal(draw(), first)
+    assert torch.equal(generate(model, prompt.int(), max_new_tokens=8, temperature=1.5, seed=7), first)
+    stream = generate_stream(model, prompt, max_new_tokens=8, temperature=1.5, seed=7)
+    assert torch.equal(torch.stack(list(stream), dim=1), first[:, 5:])
+
+
+def test_nothing_new_and_one_new(model: Llama, prompt: torch.Tensor) -> None:
+    assert torch.equal(generate(model, prompt, max_new_tokens=0), prompt)
+    assert torch.equal(generate(model, prompt, max_new_tokens=1, temperature=0), without_cache(model, prompt, 1))
+    full = prompt.repeat(1, 5)[:, :24]
+    assert torch.equal(generate(model, full, max_new_tokens=0), full)
+
+
+def test_rows_end_at_eos(model: Llama, prompt: torch.Tensor) -> None:
+    free = generate(model, prompt, max_new_tokens=12, temperature=0)
+    eos = int(free[0, 8])
+    ended = generate(model, prompt, max_new_tokens=12, temperature=0, eos_id=eos)
+    lengths = []
+    for row in range(3):
+        hits = (free[row, 5:] == eos).nonzero().flatten().tolist()
+        length = 5 + (hits[0] + 1 if hits else 12)
+        assert torch.equal(ended[row, :length], free[row, :length]) and (ended[row, length:] == eos).all()
+        lengths.append(length - 5)
+    steps = list(generate_stream(model, prompt, max_new_tokens=12, temperature=0, eos_id=eos))
+    assert len(steps) == max(lengths)
+    assert (
+        len(list(generate_stream(model, prompt[:1], max_new_tokens=12, temperature=0, eos_id=eos))) == lengths[0] <= 4
+    )
+
+
+def test_bf16_weights(model: Llama, prompt: torch.Tensor) -> None:
+    half = Llama(model.config)
+    half.load_state_dict(model.state_dict())
+    half.to(torch.bfloat16)
+    assert torch.equal(generate(half, prompt, max_new_tokens=3, temperature=0)[:, :5], prompt)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generate(model, prompt, max_new_tokens=3, temperature=0).shape == (3, 8)
+
+
+def shares(sampling: Sampling, probabilities: list[float], draws: int = 20_000) -> list[float]:
+    logits = torch.tensor(probabilities).log().repeat(draws, 1) + 3.0  # an offset changes nothing
+    picked = sampling.pick(logits, torch.Generator().manual_seed(0))
+    assert picked.shape == (draws,) and picked.dtype == torch.int64
+    return (torch.bincount(picked, minlength=len(probabilities)) / draws).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.1, 0.4, 0.2, 0.3]),
+        (Sampling(temperature=0.5), [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]),
+        (Sampling(temperature=0), [0, 1, 0, 0]),
+        (Sampling(top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (Sampling(top_k=99), [0.1, 0.4, 0.2, 0.3]),
+        (Sampling(top_p=0.39), [0, 1, 0, 0]),
+        (Sampling(top_p=0.41), [0, 4 / 7, 0, 3 / 7]),
+        (Sampling(top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9]),
+        (Sampling(top_p=1.0), [0.1, 0.4, 0.2, 0.3]),
+        (Sampling(top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),  # of what top-k leaves: 0.44, 0.33, 0.22
+        (Sampling(temperature=0.5, top_p=0.6), [0, 16 / 25, 0, 9 / 25]),
+    ],
+    ids=str,
+)
+def test_filters_keep_exactly_these_shares(sampling: Sampling, expected: list[float]) -> None:
+    got = shares(sampling, [0.1, 0.4, 0.2, 0.3])
+    assert got == pytest.approx(expected, abs=0.015)  # four standard deviations of 20,000 draws
+    assert [share == 0 for share in got] == [share == 0 for share in expected]
+
+
+def test_ties_do_not_widen_top_k() -> None:
+    assert sum(share > 0 for share in shares(Sampling(top_k=2), [0.25] * 4)) == 2
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]]).repeat(1000, 1)
+    for sampling in (Sampling(), Sampling(top_k=3), Sampling(top_p=1.0), Sampling(temperature=100.0)):
+        assert set(sampling.pick(logits, torch.Generator().manual_seed(0)).tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature=-0\.1: expected a finite number, at least 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0: expected at least 1"),
+        ({"top_p": 0.0}, r"top_p=0\.0: expected above 0 and at most 1"),
+        ({"top_p": 1.1}, r"top_p=1\.1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: expected at least 0"),
+        (
+            {"max_new_tokens": 20},
+            "max_new_tokens=20 after a prompt of 5 tokens is more than max_seq_len=24: .* at most 19",
+        ),
+        (
+            {"tokens": torch.zeros(1, 25, dtype=torch.long)},
+            "prompt has 25 tokens, the model takes at most max_seq_len=24",
+        ),
+        ({"tokens": torch.zeros(5, dtype=torch.long)}, r"tokens is \(5,\) torch\.int64: expected integers of shape"),
+        ({"tokens": torch.zeros(1, 5)}, r"tokens is \(1, 5\) torch\.float32"),
+        ({"tokens": torch.zeros(2, 0, dtype=torch.long)}, r"tokens has shape \(2, 0\): expected at least one row"),
+        ({"tokens": torch.tensor([[3, VOCAB]])}, f"ids from 3 to {VOCAB}: expected 0 to {VOCAB - 1}"),
+        ({"tokens": torch.tensor([[3, -1]])}, "ids from -1 to 3"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed=1 and generator exclude each other"),
+    ],
+    ids=str,
+)
+def test_bad_values_are_named(options: dict, message: str, model: Llama, prompt: torch.Tensor) -> None:
+    arguments = {"tokens": prompt, "max_new_tokens": 2, **options}
+    for function in (generate, generate_stream):  # the stream does not wait for the first token to be asked for
+        with pytest.raises(ValueError, match=message):
+            function(model, **arguments)
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Tokens are bytes, in the order of `alphabet`."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def test_characters_come_when_they_are_whole(byte_level: Tokenizer) -> None:
+    decoder = IncrementalDecoder(byte_level.decode)
+    pieces = [decoder.push(i) for i in byte_level.encode("aé€\N{GRINNING FACE}b").ids]
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "\N{GRINNING FACE}", "b"]
+    assert decoder.flush() == ""
+
+
+def test_unfinished_and_wrong_bytes(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("é€").ids
+    decoder = IncrementalDecoder(byte_level.decode)
+    assert [decoder.push(i) for i in (ids[0], ids[2], ids[3])] == ["", "\N{REPLACEMENT CHARACTER}", ""]
+    assert decoder.flush() == "\N{REPLACEMENT CHARACTER}" and decoder.flush() == ""
+    assert [decoder.push(i) for i in ids] == ["", "é", "", "", "€"]
+
+
+def test_pieces_join_to_the_text_of_any_bytes(byte_level: Tokenizer) -> None:
+    draw = random.Random(0)
+    alphabet = byte_level.encode("a é€\N{GRINNING FACE}\N{REPLACEMENT CHARACTER}\n").ids
+    for length in range(60):
+        ids = [draw.choice(alphabet) for _ in range(length)]
+        decoder = IncrementalDecoder(byte_level.decode)
+        assert "".join([*map(decoder.push, ids), decoder.flush()]) == byte_level.decode(ids)
+
+
+def test_tokenizers_that_treat_the_first_token_differently() -> None:
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2}, "three"))
+    words.decoder = decoders.Metaspace()
+    decoder = IncrementalDecoder(words.decode)
+    assert [decoder.push(i) for i in (0, 1, 2, 1)] == ["one", " two", "three", " two"]
