@@ -424,13 +424,20 @@ class AdamW(torch.optim.Optimizer):
         if not self._wants_master(param):
             values.pop("master", None)
         part = local(param)
+
+        def target(name: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+            """The present tensor if it fits, otherwise a new one."""
+            tensor = present.get(name)
+            if isinstance(tensor, torch.Tensor) and local(tensor).shape == shape and tensor.dtype == dtype:
+                return tensor
+            if name == "step":
+                return torch.empty((), dtype=dtype, device=part.device)
+            return like(param, torch.empty_like(part, dtype=dtype))
+
         for name, value in list(values.items()):
             if name == "step":
                 step = value.tensor if isinstance(value, _Held) else torch.tensor(float(value))
-                target = present.get("step")
-                if target is None:
-                    target = torch.empty((), dtype=torch.float32, device=part.device)
-                values["step"] = target.copy_(step.reshape(()))
+                values[name] = target(name, torch.float32, torch.Size(())).copy_(step.reshape(()))
             elif isinstance(value, _Held):
                 source: Any = value.tensor
                 if is_dtensor(param):
@@ -438,12 +445,9 @@ class AdamW(torch.optim.Optimizer):
                     if source.placements != p.placements:
                         source = source.redistribute(p.device_mesh, p.placements)
                     source = local(source)
-                target = present.get(name)
-                if target is None:
-                    dtype = torch.float32 if name == "master" else self._moment_dtype(param)
-                    target = like(param, torch.empty_like(part, dtype=dtype))
-                local(target).copy_(source)
-                values[name] = target
+                dtype = torch.float32 if name == "master" else self._moment_dtype(param)
+                values[name] = target(name, dtype, part.shape)
+                local(values[name]).copy_(source)
 
 
 def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:

@@ -1,0 +1,296 @@
+"""AdamW over DTensor parameters on 1, 2 and 4 gloo processes: as one process, whatever the placements.
+
+Run as a script with a folder, this file forks the processes, which write what they saw; the tests read it.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+STEPS = 4
+OPTIONS: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+WORLDS = (2, 1, 4)  # 2 first: it saves what the others load
+
+
+class Net(nn.Module):
+    """11 rows do not divide by 2 or 4; 3 rows leave the last of 4 ranks with nothing; `plain` is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden = nn.Linear(8, 5)
+        self.head = nn.Linear(5, 3)
+        self.plain = nn.Parameter(torch.ones(3))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.rand(p.shape, generator=generator) - 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens)))) * self.plain
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+    """Every rank sees the same batch, so that gradients are those of one process; the gradient norms."""
+    norms = []
+    for step in range(first, first + steps):
+        tokens = (torch.arange(12) * 5 + step) % 11
+        (net(tokens) - torch.linspace(-2, 2, 3)).square().sum().backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    return [float(n) for n in norms]
+
+
+def full(parameters) -> list[torch.Tensor]:
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters]
+
+
+# What follows runs in the forked processes.
+
+
+def _sharded(mesh: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    from fuselm.kernels.adamw import AdamW
+
+    net = Net()
+    fully_shard(net, mesh=mesh, ignored_params={net.plain})
+    return net, AdamW(net.parameters(), **{**OPTIONS, **options})
+
+
+def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.tensor import DTensor
+
+    seen: dict[str, Any] = {}
+    net, optimizer = _sharded(mesh)
+    seen["norms"] = train(net, optimizer, STEPS)
+    seen["params"] = full(net.parameters())
+    weight = net.get_parameter("embedding.weight")
+    moment = optimizer.state[weight]["exp_avg"]
+    assert isinstance(moment, DTensor) and isinstance(weight, DTensor)
+    assert moment.placements == weight.placements and moment.shape == weight.shape
+    seen["rows"] = [len(p.to_local()) for p in net.parameters() if isinstance(p, DTensor)]
+    if world == 2:
+        states = get_state_dict(net, optimizer)
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder / "checkpoint")
+    seen["more"] = train(net, optimizer, 2, STEPS)
+    seen["params after more"] = full(net.parameters())
+
+    resumed, again = _sharded(mesh, lr=0.9)
+    states = get_state_dict(resumed, again)
+    loaded = {"model": states[0], "optimizer": states[1]}
+    dcp.load(loaded, checkpoint_id=folder / "checkpoint")
+    set_state_dict(resumed, again, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    seen["resumed"] = train(resumed, again, 2, STEPS)
+    seen["resumed params"] = full(resumed.parameters())
+    seen["resumed steps"] = [float(again.state[p]["step"]) for p in resumed.parameters()]
+
+    # A gradient that is not finite on the last rank only: in its shard, then in a parameter that is not sharded.
+    for name in ("embedding.weight", "plain"):
+        before = [p.detach().clone() for p in net.parameters()]
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        if dist.get_rank() == world - 1:
+            grad = net.get_parameter(name).grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad)[0] = float("nan")
+        optimizer.step()
+        seen[f"nan in {name}"] = {
+            "norm": float(optimizer.grad_norm),
+            "skipped": int(optimizer.skipped_steps),
+            "unchanged": all(
+                torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (a.detach(), b)))
+                for a, b in zip(net.parameters(), before, strict=True)
+            ),
+            "steps": [float(optimizer.state[p]["step"]) for p in net.parameters()],
+        }
+    return seen
+
+
+def _meshes() -> dict[str, Any]:
+    """Parameters cut over two mesh dimensions, one, the other, none; of a sub-mesh; plain. Gradients set by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    from fuselm.kernels.adamw import AdamW
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    line = init_device_mesh("cpu", (4,))
+    cuts = [
+        (mesh, (Shard(0), Shard(1))),
+        (mesh, (Shard(0), Shard(0))),
+        (mesh, (Shard(0), Replicate())),
+        (mesh, (Replicate(), Shard(0))),
+        (mesh, (Replicate(), Replicate())),
+        (mesh["data"], (Shard(0),)),
+        (line, (Shard(0),)),  # a group that contains the others
+        (None, ()),
+    ]
+
+    def place(tensor: torch.Tensor, cut: Any) -> torch.Tensor:
+        return tensor if cut[0] is None else distribute_tensor(tensor, cut[0], cut[1])
+
+    params = [place(p, cut).detach().requires_grad_() for p, cut in zip(by_hand(0), cuts, strict=True)]
+    optimizer = AdamW(params, **OPTIONS)
+    norms = []
+    for step in range(1, 4):
+        for p, g, cut in zip(params, by_hand(step), cuts, strict=True):
+            p.grad = place(g, cut)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+    seen = {"norms": norms, "params": full(params)}
+    weight: Any = params[4]
+    weight.grad = type(weight).from_local(weight.grad.to_local(), mesh, (Replicate(), Partial()), run_check=False)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        seen["partial"] = str(error)
+    return seen
+
+
+def by_hand(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand((5, 3), generator=generator) - 0.5 for _ in range(8)]
+
+
+def _process(rank: int, world: int, folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    seen = {"fsdp": _fsdp(mesh, world, folder)}
+    if world == 4:
+        seen["meshes"] = _meshes()
+    torch.save(seen, folder / f"seen{world}-{rank}.pt")
+    dist.barrier()
+    del mesh, store
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _main(folder: Path) -> None:
+    # Imported here, so that the forked processes start with everything in memory.
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+
+    import fuselm.kernels.adamw  # noqa: F401
+
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    for world in WORLDS:
+        processes = [fork.Process(target=_process, args=(rank, world, folder)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(180)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        if any(codes):
+            raise SystemExit(f"{world} processes exited with {codes}")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict[tuple[int, int], dict]:
+    folder = tmp_path_factory.mktemp("adamw")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {(w, r): torch.load(folder / f"seen{w}-{r}.pt") for w in WORLDS for r in range(w)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One process with torch's clipping and AdamW."""
+
+    class Torch(torch.optim.AdamW):
+        def step(self, closure=None):
+            self.grad_norm = nn.utils.clip_grad_norm_(net.parameters(), OPTIONS["max_grad_norm"])
+            super().step()
+
+    net = Net()
+    optimizer = Torch(net.parameters(), lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"], betas=(0.9, 0.95))
+    norms = train(net, optimizer, STEPS)
+    params = full(net.parameters())
+    more = train(net, optimizer, 2, STEPS)
+    return {"norms": norms, "params": params, "more": more, "params after more": full(net.parameters())}
+
+
+def close(actual, expected) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(e), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fsdp_equals_one_process(seen, alone, world):
+    for rank in range(world):
+        fsdp = seen[world, rank]["fsdp"]
+        for name in ("norms", "params", "more", "params after more"):
+            close(fsdp[name], alone[name])
+    for rank in range(1, world):
+        a, b = seen[world, 0]["fsdp"], seen[world, rank]["fsdp"]
+        assert a["norms"] == b["norms"] and all(
+            torch.equal(x, y) for x, y in zip(a["params"], b["params"], strict=True)
+        )
+    if world == 4:
+        rows = [seen[4, rank]["fsdp"]["rows"] for rank in range(4)]
+        assert [r[0] for r in rows] == [3, 3, 3, 2] and 0 in rows[3]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_checkpoint_of_two_ranks_resumes(seen, alone, world):
+    fsdp = seen[world, 0]["fsdp"]
+    close(fsdp["resumed"], alone["more"])
+    close(fsdp["resumed params"], alone["params after more"])
+    assert set(fsdp["resumed steps"]) == {STEPS + 2.0}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_nan_on_one_rank_is_skipped_by_all(seen, world):
+    for rank in range(world):
+        for skipped, name in enumerate(("embedding.weight", "plain"), 1):
+            verdict = seen[world, rank]["fsdp"][f"nan in {name}"]
+            assert verdict["norm"] != verdict["norm"] and verdict["skipped"] == skipped and verdict["unchanged"]
+            assert set(verdict["steps"]) == {STEPS + 2.0}
+
+
+def test_meshes_of_two_dimensions_equal_one_process(seen):
+    params = [p.clone().requires_grad_() for p in by_hand(0)]
+    optimizer = torch.optim.AdamW(params, lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"], betas=(0.9, 0.95))
+    norms = []
+    for step in range(1, 4):
+        for p, g in zip(params, by_hand(step), strict=True):
+            p.grad = g
+        norms.append(float(nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"])))
+        optimizer.step()
+    for rank in range(4):
+        meshes = seen[4, rank]["meshes"]
+        close(meshes["norms"], norms)
+        close(meshes["params"], [p.detach() for p in params])
+        assert meshes["norms"] == seen[4, 0]["meshes"]["norms"]
+        assert "partial" in meshes["partial"]
