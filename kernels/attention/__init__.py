@@ -1,0 +1,1 @@
+"""Attention: `api` has the public function, `ops` joins kernels to autograd, `portable` holds the kernels."""
