@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -274,9 +274,9 @@ def _write_splits(folder: Path, coder: TextTokenizer, job: _Job, shard_tokens: i
 class Arguments:
     """Turn text into token shards for training."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of .txt files (one document each) and .jsonl files (one a line; .jsonl.gz and .xz too), or one file."""
-    output: tyro.conf.Positional[Path]
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """Folder to make."""
     tokenizer: Path | None = None
     """A tokenizer.json to use. Without it a byte-level BPE is trained on the text."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -125,7 +126,7 @@ def _text(stream: Iterator[torch.Tensor], tokenizer: TextTokenizer) -> Iterator[
 class Arguments:
     """Print text from a trained run."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run folder, such as runs/debug."""
     prompt: str = ""
     """Text to go on from; without one a new document begins."""
