@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ BACKENDS = ["triton", "reference"]
 SHAPES = [(1,), (3,), (255,), (4097,), (0,), (17, 65), ()]
 
 
-def make_params(generator, dtype=torch.float32, shapes=SHAPES) -> list[torch.Tensor]:
+def make_params(generator, dtype=torch.float32, shapes=SHAPES) -> list[Any]:
     """Leaves of several sizes and one view at an odd offset, all with |p| < 0.5."""
     device = generator.device
     params = [torch.rand(s, generator=generator, device=device).sub_(0.5).to(dtype) for s in shapes]
@@ -71,7 +72,7 @@ def assert_rounded(param, master, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_torch(backend, device):
-    options = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1)
+    options: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1)
     schedule = lambda k: 1.0 / (1 + k)  # noqa: E731
     make = lambda p: AdamW(p, **options, backend=backend)  # noqa: E731
     ours, _, optimizer = run(make, torch.float32, device, 21, schedule=schedule)
@@ -86,7 +87,7 @@ def test_equals_torch(backend, device):
 
 
 def test_fp64_takes_the_reference(device):
-    options = dict(lr=1e-2, weight_decay=0.1)
+    options: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
     ours, _, _ = run(lambda p: AdamW(p, **options), torch.float64, device, 20)
     exact, _, _ = run(lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), **options), torch.float64, device, 20)
     assert_close(ours, exact, 1e-13)
@@ -288,7 +289,8 @@ def test_nothing_is_written_past_a_tail(dtype, device):
     optimizer_state = []
     for begin, end in regions:
         p, g, m, v = (b[begin:end] for b in buffers)
-        p.fill_(0.5), g.fill_(1.0), m.zero_(), v.zero_()
+        for t, value in ((p, 0.5), (g, 1.0), (m, 0.0), (v, 0.0)):
+            t.fill_(value)
         params.append(p.requires_grad_())
         params[-1].grad = g
         optimizer_state.append({"step": torch.zeros((), device=device), "exp_avg": m, "exp_avg_sq": v})
@@ -342,7 +344,7 @@ def test_tables_are_rebuilt_only_when_sizes_change(device, generator):
     optimizer = AdamW(params, backend="triton")
     set_grads(params, generator)
     optimizer.step()
-    plan = optimizer._triton.plan
+    plan: Any = optimizer._triton.plan
     sent = plan.rows
     optimizer.step()
     assert optimizer._triton.plan is plan and plan.rows is sent

@@ -40,7 +40,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(self.embedding(tokens)))) * self.plain
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+def train(net: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[float]:
     """Every rank sees the same batch, so that gradients are those of one process; the gradient norms."""
     norms = []
     for step in range(first, first + steps):
@@ -59,7 +59,7 @@ def full(parameters) -> list[torch.Tensor]:
 # What follows runs in the forked processes.
 
 
-def _sharded(mesh: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _sharded(mesh: Any, **options: Any) -> tuple[nn.Module, Any]:
     from torch.distributed.fsdp import fully_shard
 
     from fuselm.kernels.adamw import AdamW
@@ -71,8 +71,9 @@ def _sharded(mesh: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimize
 
 def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.tensor import DTensor
 
     seen: dict[str, Any] = {}
@@ -86,18 +87,22 @@ def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
     seen["rows"] = [len(p.to_local()) for p in net.parameters() if isinstance(p, DTensor)]
     if world == 2:
         states = get_state_dict(net, optimizer)
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder / "checkpoint")
+        save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder / "checkpoint")
     seen["more"] = train(net, optimizer, 2, STEPS)
     seen["params after more"] = full(net.parameters())
 
     resumed, again = _sharded(mesh, lr=0.9)
     states = get_state_dict(resumed, again)
     loaded = {"model": states[0], "optimizer": states[1]}
-    dcp.load(loaded, checkpoint_id=folder / "checkpoint")
+    load(loaded, checkpoint_id=folder / "checkpoint")
     set_state_dict(resumed, again, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     seen["resumed"] = train(resumed, again, 2, STEPS)
     seen["resumed params"] = full(resumed.parameters())
     seen["resumed steps"] = [float(again.state[p]["step"]) for p in resumed.parameters()]
+
+    plainly, by_torch = _sharded(mesh, backend="reference")
+    seen["reference norms"] = train(plainly, by_torch, STEPS)
+    seen["reference params"] = full(plainly.parameters())
 
     # A gradient that is not finite on the last rank only: in its shard, then in a parameter that is not sharded.
     for name in ("embedding.weight", "plain"):
@@ -105,7 +110,7 @@ def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         if dist.get_rank() == world - 1:
-            grad = net.get_parameter(name).grad
+            grad: Any = net.get_parameter(name).grad
             (grad.to_local() if isinstance(grad, DTensor) else grad)[0] = float("nan")
         optimizer.step()
         seen[f"nan in {name}"] = {
@@ -171,15 +176,14 @@ def _process(rank: int, world: int, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     seen = {"fsdp": _fsdp(mesh, world, folder)}
     if world == 4:
         seen["meshes"] = _meshes()
     torch.save(seen, folder / f"seen{world}-{rank}.pt")
     dist.barrier()
-    del mesh, store
+    del mesh
     gc.collect()
     dist.destroy_process_group()
     gc.collect()
@@ -252,6 +256,8 @@ def test_fsdp_equals_one_process(seen, alone, world):
         fsdp = seen[world, rank]["fsdp"]
         for name in ("norms", "params", "more", "params after more"):
             close(fsdp[name], alone[name])
+        for name in ("norms", "params"):
+            close(fsdp[f"reference {name}"], alone[name])
     for rank in range(1, world):
         a, b = seen[world, 0]["fsdp"], seen[world, rank]["fsdp"]
         assert a["norms"] == b["norms"] and all(

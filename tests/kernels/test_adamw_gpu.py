@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(4097,), (3,), (64, 256), (0,)]
 
 
-def make(dtype=torch.float32, **options) -> tuple[list[torch.Tensor], AdamW]:
+def make(dtype=torch.float32, **options) -> tuple[list[Any], AdamW]:
     generator = torch.Generator("cuda").manual_seed(0)
     params = [torch.rand(s, generator=generator, device="cuda").sub_(0.5).to(dtype).requires_grad_() for s in SHAPES]
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
