@@ -92,7 +92,9 @@ def explain_backend(device: torch.device) -> tuple[Literal["triton", "reference"
     if _assumed is not None:
         return "triton", f"compiling ahead of time for sm_{_assumed.arch}"
     if device.type == "cuda":
-        arch = device_profile(device).arch
+        # Not device_profile(): torch.compile traces this function, and warns of caches that it looks through.
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = major * 10 + minor
         if arch < MIN_ARCH:
             return "reference", f"compute capability {arch / 10:.1f} is below {MIN_ARCH / 10:.1f}"
         return "triton", f"CUDA device of compute capability {arch / 10:.1f}"

@@ -57,7 +57,8 @@ def kernel_choices(device: torch.device) -> list[tuple[str, str, str]]:
     """(op, kernel, reason) for each op on `device`, at a model's usual shapes."""
     choice, reason = explain_backend(device)
     rows = [(op, choice, reason) for op in OPS]
-    return [*rows, ("attention", *explain_kernel(device))]
+    attention = explain_kernel(device)
+    return [*rows, ("attention", attention.name, attention.reason)]
 
 
 def main() -> None:

@@ -125,7 +125,8 @@ def test_a_row_stride_beyond_int32(device):
         ({"x": torch.ones(2, 4, dtype=torch.float64), "backend": "triton"}, "fp32, bf16 and fp16"),
     ],
 )
-def test_bad_input_names_the_argument(arguments, message):
+def test_bad_input_names_the_argument(arguments, message, device):
+    arguments = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     with pytest.raises((ValueError, TypeError), match=message):
         fuselm.rms_norm(**arguments)
 

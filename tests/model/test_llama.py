@@ -11,6 +11,7 @@ from fuselm.model.kv_cache import KVCache
 from fuselm.model.llama import Llama, document_positions, initial_value
 from fuselm.model.rope_table import rope_frequencies
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {"vocab_size": 97, "dim": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 64}
 
 
@@ -25,17 +26,17 @@ def _model(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Llama:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * (0.3 if p.dim() > 1 else 0.2) + (0 if p.dim() > 1 else 1))
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 def _tokens(batch: int = 2, seq: int = 13) -> torch.Tensor:
-    return torch.randint(0, 97, (batch, seq), generator=torch.Generator().manual_seed(3))
+    return torch.randint(0, 97, (batch, seq), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
 def plain_llama(model: Llama, tokens: torch.Tensor, documents: list[int] | None = None) -> torch.Tensor:
-    """Logits in fp64 by the textbook, one head and one token pair at a time, from the model's weights."""
-    c = model.config
-    w = {n: p.detach().double() for n, p in model.named_parameters()}
+    """Logits in fp64 on the CPU by the textbook, one head at a time, from the model's weights."""
+    c, tokens = model.config, tokens.cpu()
+    w = {n: p.detach().double().cpu() for n, p in model.named_parameters()}
     d, heads, kv = c.head_size, c.num_heads, c.num_kv_heads
 
     def norm(x, weight):
@@ -91,7 +92,7 @@ def test_logits_loss_and_gradients_equal_the_plain_model(kernels, overrides):
     with torch.no_grad():
         logits = model(tokens)
     want = plain_llama(model, tokens)
-    torch.testing.assert_close(logits.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits.double().cpu(), want, rtol=1e-4, atol=1e-4)
     loss = model(tokens, targets)
     torch.testing.assert_close(
         loss.double(), F.cross_entropy(want.flatten(0, 1), targets.flatten(), reduction="sum"), rtol=1e-5, atol=0
@@ -128,14 +129,14 @@ def test_documents_do_not_leak_into_each_other(kernels):
     """Changing document A leaves document B's logits bitwise as they were; both equal the plain model."""
     model = _model(_config(kernels=kernels))
     tokens = _tokens(1, 24)
-    cu = torch.tensor([0, 9, 9, 24, 24], dtype=torch.int32)
+    cu = torch.tensor([0, 9, 9, 24, 24], dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
         logits = model(tokens, cu_seqlens=cu)
         changed = tokens.clone()
         changed[0, :9] = (changed[0, :9] + 1) % 97
         other = model(changed, cu_seqlens=cu)
     assert torch.equal(logits[0, 9:], other[0, 9:]) and not torch.equal(logits[0, :9], other[0, :9])
-    torch.testing.assert_close(logits.double(), plain_llama(model, tokens, [0, 9]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits.double().cpu(), plain_llama(model, tokens, [0, 9]), rtol=1e-4, atol=1e-4)
 
 
 def test_document_positions_restart():
@@ -148,7 +149,7 @@ def test_the_cache_gives_the_full_forward_pass(kernels):
     """Prefill of 5, then 3 at once, then one by one: the logits of the whole."""
     model = _model(_config(kernels=kernels))
     tokens = _tokens(2, 11)
-    cache = KVCache(model.config, 2, 11, "cpu", torch.float32)
+    cache = KVCache(model.config, 2, 11, DEVICE, torch.float32)
     with torch.no_grad():
         whole = model(tokens)
         parts = [model(t, cache=cache) for t in tokens.split([5, 3, 1, 1, 1], 1)]
@@ -199,12 +200,13 @@ def test_bad_tokens_are_named(tokens):
 
 def test_flash_attn_without_the_package_says_what_to_install():
     with pytest.raises(ImportError, match="needs the flash-attn package"):
-        Llama(_config(attention_backend="flash_attn"))(_tokens())
+        Llama(_config(attention_backend="flash_attn")).to(DEVICE)(_tokens())
 
 
 def test_documents_need_a_backend_with_document_masks():
     with pytest.raises(ValueError, match="attention_backend='sdpa' has no document masks"):
-        Llama(_config(attention_backend="sdpa"))(_tokens(), cu_seqlens=torch.tensor([0, 26], dtype=torch.int32))
+        model = Llama(_config(attention_backend="sdpa")).to(DEVICE)
+        model(_tokens(), cu_seqlens=torch.tensor([0, 26], dtype=torch.int32, device=DEVICE))
 
 
 def test_a_block_compiles_whole_and_equals_eager():
