@@ -49,11 +49,12 @@ def _write_gradient(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # scale · dloss/dx + grad_lse · dlse/dx of one row, where p = exp(z - lse - lse_low)
+    # scale · dloss/dx + grad_lse · dlse/dx of one row, where p = exp(z - lse - lse_low). p minus the smoothed target
+    # comes first: it is exact where p is near 1, and the small terms of z-loss and lse are not lost beside it.
     scale = tl.where(ignored, 0.0, scale)
-    p_factor = scale * (1.0 + 2.0 * z_loss * lse) + grad_lse
-    uniform = scale * label_smoothing / vocab
-    peak = scale * (1.0 - label_smoothing)
+    p_factor = scale * (2.0 * z_loss * lse) + grad_lse
+    uniform = label_smoothing / vocab
+    peak = (1.0 - label_smoothing) + uniform
     log2_low = lse_low * _LOG2E
     zero = ignored
     if HAS_GRAD_LSE:
@@ -70,7 +71,7 @@ def _write_gradient(
             z = softcap * t
             slope = 1.0 - t * t
         p = tl.exp2((z - lse) * _LOG2E - log2_low)
-        d = (p * p_factor - uniform - tl.where(col == target, peak, 0.0)) * slope
+        d = (scale * (p - tl.where(col == target, peak, uniform)) + p * p_factor) * slope
         d = tl.where(zero, 0.0, d)
         tl.store(gradient + col, d.to(gradient.dtype.element_ty), mask=col < vocab, eviction_policy="evict_first")
 
