@@ -342,7 +342,8 @@ def option_names(config: Any, prefix: str = "--") -> dict[str, str]:
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):
             names |= option_names(value, f"{prefix}{entry.name}.")
-        else:
+        elif not any(dataclasses.is_dataclass(option) for option in typing.get_args(hints[entry.name])):
+            # (a section that the preset leaves out has no options)
             names[prefix + entry.name] = _type_in_words(hints[entry.name])
     return names
 

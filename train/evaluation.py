@@ -11,7 +11,7 @@ from torch import nn
 
 from fuselm.train.data_stream import Batch
 from fuselm.train.distributed import World
-from fuselm.train.parallelize import accumulate_locally
+from fuselm.train.parallelize import accumulate_locally, reshard
 
 IGNORE_INDEX = -100
 
@@ -148,5 +148,6 @@ def evaluate(model: nn.Module, feed: Feed, batches: int) -> tuple[float, int]:
         for batch in micro_batches:
             total[0] += loss_sum(model, to_device(batch, world.device))
         total[1] += valid_tokens(micro_batches)
+    reshard(model)
     loss, count = world.sum(total).tolist()
     return loss / max(count, 1), int(count)

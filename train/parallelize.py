@@ -103,6 +103,12 @@ def accumulate_locally(model: nn.Module, *, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
+def reshard(model: nn.Module) -> None:
+    """After forward passes without a backward pass: free the root's gathered parameters, which wait for one."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 # Results that are dearer to compute again than to keep.
 _ALWAYS_SAVED = (
     "fuselm::attention_forward",

@@ -205,34 +205,34 @@ class Trainer:
 
     def _claim_folder(self, checkpoint: Path | None) -> str | None:
         """On rank 0: check space, move an earlier run aside, create the folder and its configuration."""
-        config = self.config
+        goes_on = checkpoint is not None and checkpoint.parent.parent == self.run
         moved = None
         try:
-            self.run.mkdir(parents=True, exist_ok=True)
-            if (checkpoint is None or checkpoint.parent.parent != self.run) and (self.run / "metrics.jsonl").exists():
+            if self.config.checkpoint.save:
+                self._require_space(len(checkpointing.checkpoints_of(self.run)) if goes_on else 0)
+            if not goes_on and (self.run / "metrics.jsonl").exists():
                 number = 1
                 while (aside := self.run.with_name(f"{self.run.name}.{number}")).exists():
                     number += 1
                 self.run.rename(aside)
-                self.run.mkdir()
                 moved = str(aside)
+            self.run.mkdir(parents=True, exist_ok=True)
             checkpointing.clean(self.run)
-            if config.checkpoint.save:
-                self._require_space()
-            checkpointing.write_atomically(self.run / "config.json", to_json(config))
+            checkpointing.write_atomically(self.run / "config.json", to_json(self.config))
             shutil.copyfile(self.dataset.tokenizer_path, self.run / "tokenizer.json")
         except OSError as error:
             raise UserError(f"the run folder {self.run} cannot be written: {error.strerror}") from error
         return moved
 
-    def _require_space(self) -> None:
+    def _require_space(self, there: int) -> None:
+        """For the checkpoints that the run will hold at most, beside those that are there."""
         config = self.config.checkpoint
         left = self.config.training.steps - self.step
         saves = math.ceil(left / config.every) if config.every else min(left, 1)
-        there = len(checkpointing.checkpoints_of(self.run))
         more = max(min(config.keep + 1, saves + there) - there, 0)
         needed = more * checkpointing.checkpoint_bytes(self.model)
-        checkpointing.require_space(self.run, needed, f"{more} checkpoint(s) of this run")
+        folder = next(parent for parent in (self.run, *self.run.absolute().parents) if parent.exists())
+        checkpointing.require_space(folder, needed, f"{more} checkpoint(s) of {self.run}")
 
     def _introduce(self, checkpoint: Path | None, moved: str | None) -> None:
         config, world, say = self.config, self.world, self.reporter.say

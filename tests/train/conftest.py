@@ -1,4 +1,4 @@
-"""Shared by the training tests: a small prepared data set, tiny configurations, and processes that meet on this machine."""
+"""Shared by the training tests: a small data set, tiny configurations, and processes that meet on this machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+
 from fuselm.model.config import LlamaConfig
 from fuselm.train import distributed
 from fuselm.train.config import (
@@ -53,7 +54,14 @@ def make_config(tiny_data: Path) -> Callable[..., TrainConfig]:
             name="tiny",
             runs=runs,
             model=LlamaConfig(
-                vocab_size=263, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=48, max_seq_len=32, kernels="eager"
+                vocab_size=263,
+                dim=32,
+                num_layers=2,
+                num_heads=2,
+                num_kv_heads=1,
+                ffn_dim=48,
+                max_seq_len=32,
+                kernels="eager",
             ),
             training=TrainingConfig(steps=6, seq_len=32, global_batch_size=8, micro_batch_size=8),
             data=DataConfig(path=tiny_data),

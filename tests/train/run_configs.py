@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from fuselm.train import distributed
 from fuselm.train.config import config_from_json, resolve
 from fuselm.train.trainer import StopSignal, Trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from fuselm.train.lr_schedule import ScheduleConfig, lr_factor
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on 1, 2 and 4 processes: the same losses however a batch is split, resume on another number, stop in order."""
+"""Whole runs on 1, 2 and 4 processes: the same losses for any split, resume on another number, stops in order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from fuselm.train.checkpointing import latest_checkpoint, read_manifest, step_folder
 from fuselm.train.config import to_json
 

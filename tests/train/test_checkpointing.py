@@ -1,0 +1,212 @@
+"""Checkpoints: whole or absent, checked before use, never deleted before a newer one is whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuselm.model.llama import Llama
+from fuselm.train import checkpointing
+from fuselm.train.checkpointing import (
+    all_finite,
+    checkpoint_bytes,
+    clean,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    read_manifest,
+    resumable,
+    save_checkpoint,
+    step_folder,
+    verify,
+)
+from fuselm.train.errors import UserError
+from fuselm.train.evaluation import forward_backward
+from fuselm.train.trainer import build
+
+
+@pytest.fixture
+def trained(make_config, world, tmp_path):
+    """A model and an optimizer that have done a step, and save(step) for them."""
+    config = make_config(tmp_path)
+    model, optimizer = build(config, world)
+    _step(model, optimizer, world)
+
+    def save(step: int, keep: int = 2) -> Path:
+        return save_checkpoint(
+            tmp_path, step, model, optimizer, world=world, keep=keep, config={"a": 1}, position={"seed": 0}
+        )
+
+    return config, model, optimizer, save
+
+
+def _step(model, optimizer, world, seed=0):
+    from fuselm.train.data_stream import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 261, (2, 33), generator=generator)
+    loss, _, _ = forward_backward(model, [Batch(tokens[:, :-1], tokens[:, 1:])], world)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def _damage(checkpoint: Path) -> Path:
+    """Flip one bit in the middle of the largest file."""
+    path = max((p for p in checkpoint.iterdir() if p.suffix == ".distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    return path
+
+
+def test_load_restores_everything(trained, make_config, world, tmp_path):
+    _, model, optimizer, save = trained
+    random_state = torch.get_rng_state()
+    folder = save(1)
+    expected = [_step(model, optimizer, world, seed) for seed in (1, 2, 3)]
+    fresh, fresh_optimizer = build(make_config(tmp_path, training__seed=5), world)
+    torch.manual_seed(99)
+    manifest = load_checkpoint(folder, fresh, fresh_optimizer, world=world)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert (manifest["step"], manifest["position"], manifest["config"]) == (1, {"seed": 0}, {"a": 1})
+    assert [_step(fresh, fresh_optimizer, world, seed) for seed in (1, 2, 3)] == expected
+    del fresh, fresh_optimizer
+
+
+def test_a_plain_model_loads_the_weights(trained):
+    config, model, _, save = trained
+    plain = Llama(config.model)
+    load_model(save(1), plain)
+    whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert set(whole) == {name for name, _ in plain.named_parameters()}, "tied embeddings are stored once"
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, whole[name]), name
+
+
+def test_activation_checkpointing_and_compile_leave_no_trace_in_names(make_config, world, tmp_path):
+    config = make_config(tmp_path, parallel__activation_checkpointing="full")
+    model, optimizer = build(config, world)
+    _step(model, optimizer, world)
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, world=world, keep=1, config={}, position={})
+    load_model(folder, Llama(config.model))
+    del model, optimizer
+
+
+def test_the_newest_complete_one_is_found_with_a_warning(trained, tmp_path):
+    *_, save = trained
+    first, second = save(1), save(2)
+    assert latest_checkpoint(tmp_path) == second
+    (second / ".metadata").unlink()
+    with pytest.warns(UserWarning, match=r"step_00000002.*\.metadata is missing"):
+        assert latest_checkpoint(tmp_path) == first
+    (first / "manifest.json").unlink()
+    with pytest.warns(UserWarning):
+        assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbled manifest", "no manifest"])
+def test_incomplete_ones_are_named_errors(trained, world, damage):
+    config, model, optimizer, save = trained
+    folder = save(1)
+    if damage == "truncated":
+        path = _damage(folder)
+        path.write_bytes(path.read_bytes()[:-10])
+    elif damage == "garbled manifest":
+        (folder / "manifest.json").write_text('{"step": 1, "files"')
+    else:
+        (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        load_checkpoint(folder, model, optimizer, world=world)
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        load_model(folder, Llama(config.model))
+
+
+def test_a_flipped_bit_is_an_error_or_skipped(trained, world, tmp_path, capsys):
+    config, model, optimizer, save = trained
+    first, second = save(1), save(2)
+    path = _damage(second)
+    read_manifest(second)  # sizes alone do not tell
+    for load in (
+        lambda: verify(second),
+        lambda: load_checkpoint(second, model, optimizer, world=world),
+        lambda: load_model(second, Llama(config.model)),
+    ):
+        with pytest.raises(UserError, match=f"damaged: {path.name}"):
+            load()
+    assert resumable(tmp_path, world) == first
+    assert "step_00000002 is damaged" in capsys.readouterr().err
+
+
+def test_only_the_newest_stay(trained, tmp_path):
+    *_, save = trained
+    for step in (1, 2, 3, 10):
+        save(step, keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000003", "step_00000010"]
+
+
+def test_a_save_that_fails_deletes_nothing(trained, tmp_path, monkeypatch):
+    *_, save = trained
+    first = save(1, keep=1)
+
+    def fails(*args, **kwargs):
+        (kwargs["checkpoint_id"] / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpointing, "dcp_save", fails)
+    with pytest.raises(UserError, match=r"checkpoint of step 2 could not be written.*No space left on device"):
+        save(2, keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [first.name]
+    verify(first)
+
+
+def test_too_little_space_is_refused_with_the_numbers(trained, tmp_path, monkeypatch):
+    _, model, _, save = trained
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 2**20))
+    with pytest.raises(UserError, match=r"step 1 needs 4\.\d MiB in .*checkpoints, but only 1\.0 MiB are free"):
+        save(1)
+    assert latest_checkpoint(tmp_path) is None
+    parameters = sum(p.numel() for p in model.parameters())
+    assert checkpoint_bytes(model) == parameters * 12 + 2**22
+
+
+def test_the_estimate_covers_what_is_written(trained):
+    _, model, _, save = trained
+    assert sum(p.stat().st_size for p in save(1).iterdir()) <= checkpoint_bytes(model)
+
+
+def test_leftovers_are_cleaned_and_a_step_can_be_saved_again(trained, tmp_path):
+    *_, save = trained
+    folder = save(1)
+    leftover = tmp_path / "checkpoints" / "step_00000002.tmp"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == folder
+    clean(tmp_path)
+    assert not leftover.exists()
+    (folder / "manifest.json").unlink()
+    save(1)
+    assert latest_checkpoint(tmp_path) == folder == step_folder(tmp_path, 1)
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_manifest_lists_every_file(trained):
+    *_, save = trained
+    folder = save(1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
+    assert manifest["world_size"] == 1
+
+
+def test_nan_weights_are_seen(trained, world):
+    _, model, _, _ = trained
+    assert all_finite(model, world)
+    with torch.no_grad():
+        next(iter(model.blocks.parameters())).to_local()[-1] = float("inf")
+    assert not all_finite(model, world)
