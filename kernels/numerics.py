@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fuselm.kernels._triton import INTERPRET
+
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -48,7 +50,10 @@ def measure(actual: torch.Tensor, exact: torch.Tensor) -> Errors:
 def slack(dtype: torch.dtype) -> float:
     """What a kernel may add to the plain op's error: half a rounding of the output in 16-bit dtypes, 8 roundings in
     fp32 (a different summation order), 64 in fp64."""
-    return {torch.float32: 8.0, torch.float64: 64.0}.get(dtype, 0.5) * UNIT_ROUNDOFF[dtype]
+    roundings = {torch.float32: 8.0, torch.float64: 64.0}.get(dtype, 0.5)
+    if INTERPRET and dtype == torch.bfloat16:
+        roundings = 1.0  # Triton's interpreter truncates fp32 to bf16 where a GPU rounds
+    return roundings * UNIT_ROUNDOFF[dtype]
 
 
 def check_budget(

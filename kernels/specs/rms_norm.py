@@ -48,7 +48,7 @@ def _add_bytes(case: Case, dtype: torch.dtype, direction: Direction) -> int:
 
 _TEST: tuple[Case, ...] = (
     {"rows": (3, 5), "n": 40},
-    {"rows": (1,), "n": 1},
+    {"rows": (1,), "n": 3},
     {"rows": (17,), "n": 255},
     {"rows": (2, 2, 3), "n": 257, "weight": False},
     {"rows": (0,), "n": 64},
@@ -61,7 +61,7 @@ _BENCHMARK: tuple[Case, ...] = (
     {"rows": (65536,), "n": 768},
 )
 _GPU: tuple[Case, ...] = (
-    {"rows": (1,), "n": 1},
+    {"rows": (1,), "n": 3},
     {"rows": (8193,), "n": 4097},
     {"rows": (1000,), "n": 128},
     {"rows": (4, 1024), "n": 5120, "weight_dtype": torch.float32},

@@ -80,6 +80,17 @@ def test_fp32_weight_with_bf16_input_keeps_the_input_dtype(device, generator):
     assert measure(y, exact).norm < 2.0**-8
 
 
+def test_rows_of_one_element(device):
+    """y = x / sqrt(x² + eps): its gradient is what a cancellation leaves, small against rstd, not against itself."""
+    x = torch.tensor([[2.0], [-0.5], [0.0]], device=device, requires_grad=True)
+    y = fuselm.rms_norm(x, eps=1e-3, backend="triton")
+    y.sum().backward()
+    xd = x.detach().double()
+    torch.testing.assert_close(y, (xd / (xd * xd + 1e-3).sqrt()).float(), rtol=1e-6, atol=0)
+    want = 1e-3 / (xd * xd + 1e-3) ** 1.5
+    torch.testing.assert_close(x.grad, want.float(), rtol=1e-3, atol=1e-6)
+
+
 def test_opcheck(device, generator):
     x = torch.randn(4, 32, device=device, generator=generator, requires_grad=True)
     w = torch.randn(32, device=device, generator=generator, requires_grad=True)
