@@ -206,9 +206,10 @@ def attention(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if packed:
             q, k, v = q[None], k[None], v[None]
-        out, lse = ops.attention_forward(
+        out, lse2 = ops.attention_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window or 0, softcap or 0.0
         )
         if packed:
-            out, lse = out[0], lse[0]
+            out, lse2 = out[0], lse2[0]
+        lse = lse2 * math.log(2) if return_lse else lse2
     return (out, lse) if return_lse else out

@@ -1,7 +1,8 @@
 """fuselm::attention_forward and fuselm::attention_backward: what torch.compile, autograd and checkpoint policies see.
 
 Both take (batch, rows, heads, head_dim) tensors; packed documents come with batch 1 and their borders. 0 stands for "no
-window" and "no softcap".
+window" and "no softcap". The log-sum-exp is in base 2 here, the units of the kernels' exponentials; `api.attention`
+converts.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def attention_forward(
 @torch.library.custom_op("fuselm::attention_backward", mutates_args=())
 def attention_backward(
     dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    dlse2: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse2: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
@@ -46,7 +47,7 @@ def attention_backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _, backward = KERNELS[explain_kernel(q.device, dtype=q.dtype, head_dim=q.shape[-1], backend="triton").name]
-    return backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
+    return backward(dout, dlse2, q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
 
 
 @attention_forward.register_fake
@@ -68,12 +69,12 @@ def _(
 @attention_backward.register_fake
 def _(
     dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    dlse2: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse2: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
@@ -91,13 +92,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dout is None and dlse is None:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse2: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse2 is None:
         return (None,) * 9
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    if dout is None:  # only the lse was used
+    q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    if dout is None:  # only the lse2 was used
         dout = torch.zeros_like(out)
-    dq, dk, dv = attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+    dq, dk, dv = attention_backward(dout, dlse2, q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k, *ctx.options)
     return dq, dk, dv, *(None,) * 6
 
 

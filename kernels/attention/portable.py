@@ -2,13 +2,14 @@
 
 Forward, a tile of queries over tiles of keys, scores in units of log2(e):
     S = Q·Kᵀ·scale (softcap: c·tanh(S/c)); m = running row maximum; P = exp2(S - m); l = running row sum of P
-    O = Σ P·V / l                          lse = ln(l) + m·ln(2)
-Backward, P = exp(S - lse), with a gradient for O and one for lse:
-    delta = rowsum(O·dO) - dlse            dP = dO·Vᵀ              dS = P·(dP - delta)·(1 - tanh²(S/c) with a softcap)
+    O = Σ P·V / l                          lse2 = log2(l) + m (the natural lse is lse2·ln 2)
+Backward, P = exp2(S - lse2), with a gradient for O and one for lse2:
+    delta = rowsum(O·dO) - dlse2·log2(e)   dP = dO·Vᵀ              dS = P·(dP - delta)·(1 - tanh²(S/c) with a softcap)
     dV = Σ Pᵀ·dO                           dK = Σ dSᵀ·Q·scale      dQ = Σ dS·K·scale
 
-Saved: q, k, v, O and lse (4 bytes a query and head). Three backward kernels: delta; dK and dV for a tile of keys, over
-the queries of all heads that share it; dQ for a tile of queries. S and dP are computed twice (7 products instead of 5),
+Saved: q, k, v, O and lse2 (4 bytes a query and head; in the scores' own units, so that P loses nothing to a
+conversion). Three backward kernels: delta; dK and dV for a tile of keys, over the queries of all heads that share it;
+dQ for a tile of queries. S and dP are computed twice (7 products instead of 5),
 and in return nothing is added across programs: every gradient element is one fp32 sum in a fixed order, so the results
 have the same bits in every run.
 
@@ -30,6 +31,7 @@ from fuselm.kernels.attention.tiles import (
     locate,
     query_range,
     store_tile,
+    tanh,
     visible,
 )
 from fuselm.kernels.launch.attention import forward_launch, key_value_launch, padded_head_dim, query_launch
@@ -47,16 +49,19 @@ def _forward_step(
 ):  # fmt: skip
     key = start + tl.arange(0, BLOCK_N)
     k = load_tile(k_base, key, k_stride, col, keys, MASKED, HEAD_DIM, BLOCK_D, UPCAST)  # [N, D]
-    scores, _ = capped_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), score_scale, cap_scale, SOFTCAP)  # [M, N]
+    products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+    if SOFTCAP:
+        products = tanh(products * score_scale)
+        score_scale = cap_scale
     if MASKED:
-        scores = tl.where(
-            visible(row[:, None], key[None, :], keys, shift, window, CAUSAL, WINDOW), scores, float("-inf")
-        )
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+        mask = visible(row[:, None], key[None, :], keys, shift, window, CAUSAL, WINDOW)
+        products = tl.where(mask, products, float("-inf"))
+    # The scale is positive, so the maximum may be taken before it: scaling and subtracting then are one instruction.
+    new_max = tl.maximum(row_max, tl.max(products, 1) * score_scale)
     offset = new_max
     if MASKED:  # a row that has seen no key yet: -inf minus -inf would be NaN
         offset = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(scores - offset[:, None])
+    p = tl.exp2(products * score_scale - offset[:, None])
     decay = tl.exp2(row_max - offset)
     row_sum = row_sum * decay + tl.sum(p, 1)
     v = load_tile(v_base, key, v_stride, col, keys, MASKED, HEAD_DIM, BLOCK_D, UPCAST)  # [N, D]
@@ -66,7 +71,7 @@ def _forward_step(
 
 @jit
 def _attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse2_ptr, cu_q_ptr, cu_k_ptr,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,
     queries, keys, heads, group, documents, tiles, window, score_scale, cap_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -112,15 +117,15 @@ def _attention_forward_kernel(
         )  # fmt: skip
     seen = row_sum > 0.0
     acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
-    lse = tl.where(seen, (row_max + tl.log2(tl.where(seen, row_sum, 1.0))) * 0.6931471805599453, float("-inf"))
-    store_tile(o_base, row, o_row, col, rows, acc, HEAD_DIM)
-    lse_base = lse_ptr + (batch * heads + head) * queries + row_begin
-    tl.store(lse_base + row, lse, mask=row < rows)
+    lse2 = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
+    store_tile(o_base, row, o_row, col, rows, acc, HEAD_DIM, UPCAST)
+    lse2_base = lse2_ptr + (batch * heads + head) * queries + row_begin
+    tl.store(lse2_base + row, lse2, mask=row < rows)
 
 
 @jit
 def _attention_delta_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr,
+    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, delta_ptr,
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row, queries, heads, tiles,
     HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -135,17 +140,17 @@ def _attention_delta_kernel(
     do = load_tile(do_base, row, do_row, col, queries, True, HEAD_DIM, BLOCK_D, True)
     delta = tl.sum(o * do, 1)
     rows = (batch * heads + head) * queries + row
-    lse = tl.load(lse_ptr + rows, mask=row < queries, other=float("-inf"))
+    lse2 = tl.load(lse2_ptr + rows, mask=row < queries, other=float("-inf"))
     if HAS_DLSE:
-        dlse = dlse_ptr + batch * dlse_batch + head * dlse_head + row.to(tl.int64) * dlse_row
-        delta -= tl.load(dlse, mask=row < queries, other=0.0).to(tl.float32)
-    # Merging formulas send NaN into an lse of -inf; such a row has no probabilities for it to act on.
-    tl.store(delta_ptr + rows, tl.where(lse == float("-inf"), 0.0, delta), mask=row < queries)
+        dlse2 = dlse2_ptr + batch * dlse_batch + head * dlse_head + row.to(tl.int64) * dlse_row
+        delta -= tl.load(dlse2, mask=row < queries, other=0.0).to(tl.float32) * 1.4426950408889634
+    # Merging formulas send NaN into an lse2 of -inf; such a row has no probabilities for it to act on.
+    tl.store(delta_ptr + rows, tl.where(lse2 == float("-inf"), 0.0, delta), mask=row < queries)
 
 
 @jit
 def _key_value_step(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, q_stride, do_stride, key, col, queries, keys, shift,
+    dk, dv, k, v, q_base, do_base, lse2_base, delta_base, start, q_stride, do_stride, key, col, queries, keys, shift,
     window,
     score_scale, cap_scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -153,20 +158,21 @@ def _key_value_step(
 ):  # fmt: skip
     row = start + tl.arange(0, BLOCK_M)
     q = load_tile(q_base, row, q_stride, col, queries, MASKED, HEAD_DIM, BLOCK_D, UPCAST)  # [M, D]
-    # A query that is not there, and one that saw no key, get lse = +inf: all its probabilities come out as 0.
+    # A query that is not there, and one that saw no key, get lse2 = +inf: all its probabilities come out as 0.
     if MASKED:
-        lse = tl.load(lse_base + row, mask=row < queries, other=float("inf"))
+        lse2 = tl.load(lse2_base + row, mask=row < queries, other=float("inf"))
         delta = tl.load(delta_base + row, mask=row < queries, other=0.0)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     else:
-        lse = tl.load(lse_base + row)
+        lse2 = tl.load(lse2_base + row)
         delta = tl.load(delta_base + row)
     scores, slope = capped_scores(
         tl.dot(k, tl.trans(q), input_precision="ieee"), score_scale, cap_scale, SOFTCAP
     )  # [N, M]
-    p = tl.exp2(scores - (lse * 1.4426950408889634)[None, :])
     if MASKED:
-        p = tl.where(visible(row[None, :], key[:, None], keys, shift, window, CAUSAL, WINDOW), p, 0.0)
+        mask = visible(row[None, :], key[:, None], keys, shift, window, CAUSAL, WINDOW)
+        scores = tl.where(mask, scores, float("-inf"))
+    p = tl.exp2(scores - lse2[None, :])
     do = load_tile(do_base, row, do_stride, col, queries, MASKED, HEAD_DIM, BLOCK_D, UPCAST)  # [M, D]
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [N, M]
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -179,7 +185,7 @@ def _key_value_step(
 
 @jit
 def _attention_key_value_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head, dk_batch, dk_row,
     dk_head,
     queries, keys, kv_heads, group, documents, tiles, window, scale, score_scale, cap_scale,
@@ -218,7 +224,8 @@ def _attention_key_value_kernel(
         edge = step % edges
         start = tl.where(edge < front, begin + edge * BLOCK_M, full_end + (edge - front) * BLOCK_M)
         dk, dv = _key_value_step(
-            dk, dv, k, v, q_base + member * q_head, do_base + member * do_head, lse_ptr + statistics + member * queries,
+            dk, dv, k, v, q_base + member * q_head, do_base + member * do_head, lse2_ptr + statistics + member *
+            queries,
             delta_ptr + statistics + member * queries, start, q_row, do_row, key, col, others, rows, shift, window,
             score_scale, cap_scale, True, CAUSAL, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_M, BLOCK_D, UPCAST,
         )  # fmt: skip
@@ -227,13 +234,14 @@ def _attention_key_value_kernel(
         member = (step // full).to(tl.int64)
         start = full_begin + step % full * BLOCK_M
         dk, dv = _key_value_step(
-            dk, dv, k, v, q_base + member * q_head, do_base + member * do_head, lse_ptr + statistics + member * queries,
+            dk, dv, k, v, q_base + member * q_head, do_base + member * do_head, lse2_ptr + statistics + member *
+            queries,
             delta_ptr + statistics + member * queries, start, q_row, do_row, key, col, others, rows, shift, window,
             score_scale, cap_scale, False, CAUSAL, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_M, BLOCK_D, UPCAST,
         )  # fmt: skip
     gradient = batch * dk_batch + head * dk_head + row_begin.to(tl.int64) * dk_row
-    store_tile(dk_ptr + gradient, key, dk_row, col, rows, dk * scale, HEAD_DIM)
-    store_tile(dv_ptr + gradient, key, dk_row, col, rows, dv, HEAD_DIM)
+    store_tile(dk_ptr + gradient, key, dk_row, col, rows, dk * scale, HEAD_DIM, UPCAST)
+    store_tile(dv_ptr + gradient, key, dk_row, col, rows, dv, HEAD_DIM, UPCAST)
 
 
 @jit
@@ -248,9 +256,10 @@ def _query_step(
     scores, slope = capped_scores(
         tl.dot(q, tl.trans(k), input_precision="ieee"), score_scale, cap_scale, SOFTCAP
     )  # [M, N]
-    p = tl.exp2(scores - lse2[:, None])
     if MASKED:
-        p = tl.where(visible(row[:, None], key[None, :], keys, shift, window, CAUSAL, WINDOW), p, 0.0)
+        mask = visible(row[:, None], key[None, :], keys, shift, window, CAUSAL, WINDOW)
+        scores = tl.where(mask, scores, float("-inf"))
+    p = tl.exp2(scores - lse2[:, None])
     v = load_tile(v_base, key, v_stride, col, keys, MASKED, HEAD_DIM, BLOCK_D, UPCAST)  # [N, D]
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [M, N]
     ds = p * (dp - delta[:, None])
@@ -261,7 +270,7 @@ def _query_step(
 
 @jit
 def _attention_query_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch, do_row, do_head, dq_batch, dq_row,
     dq_head,
     queries, keys, heads, group, documents, tiles, window, scale, score_scale, cap_scale,
@@ -289,8 +298,8 @@ def _attention_query_kernel(
     q = load_tile(q_base, row, q_row, col, rows, True, HEAD_DIM, BLOCK_D, UPCAST)  # [M, D]
     do = load_tile(do_base, row, do_row, col, rows, True, HEAD_DIM, BLOCK_D, UPCAST)  # [M, D]
     statistics = (batch * heads + head) * queries + row_begin + row
-    lse = tl.load(lse_ptr + statistics, mask=row < rows, other=float("inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    lse2 = tl.load(lse2_ptr + statistics, mask=row < rows, other=float("inf"))
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     delta = tl.load(delta_ptr + statistics, mask=row < rows, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     shift = others - rows
@@ -310,7 +319,7 @@ def _attention_query_kernel(
             True, CAUSAL, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_D, UPCAST,
         )  # fmt: skip
     dq_base = dq_ptr + batch * dq_batch + head * dq_head + row_begin.to(tl.int64) * dq_row
-    store_tile(dq_base, row, dq_row, col, rows, dq * scale, HEAD_DIM)
+    store_tile(dq_base, row, dq_row, col, rows, dq * scale, HEAD_DIM, UPCAST)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -373,36 +382,36 @@ def portable_forward(
         softcap: bound of the scores, 0 for none.
 
     Returns:
-        (out like q, contiguous; lse (batch, heads, queries) fp32).
+        (out like q, contiguous; lse2 (batch, heads, queries) fp32, base 2).
     """
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
     batch, queries, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    lse2 = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
-        return out, lse
+        return out, lse2
     launch = forward_launch(q.shape[-1], q.dtype, device_profile(q.device))
     tiles = _tiles(queries, launch.block_m, cu_seqlens_q)
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     with torch.cuda.device_of(q):
         _attention_forward_kernel[(tiles * heads * batch,)](
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+            q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out),
             queries, k.shape[1], heads, heads // k.shape[2], documents, tiles, window, *_score_scales(scale, softcap),
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, num_warps=launch.num_warps, num_stages=launch.num_stages,
             **_options(q, cu_seqlens_q, causal, window, softcap),
         )  # fmt: skip
-    return out, lse
+    return out, lse2
 
 
 def portable_backward(
     dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    dlse2: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse2: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
@@ -414,19 +423,19 @@ def portable_backward(
 
     Args:
         dout: gradient of out, any strides.
-        dlse: gradient of lse (batch, heads, queries), any strides, or None.
+        dlse2: gradient of lse2 (batch, heads, queries), any strides, or None.
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap: as given to `portable_forward`.
-        out, lse: what it returned.
+        out, lse2: what it returned.
 
     Returns:
         (dq, dk, dv), contiguous, in the inputs' dtype.
     """
     q, k, v, dout, out = (_unit_last(x) for x in (q, k, v, dout, out))
-    lse = lse.contiguous()
+    lse2 = lse2.contiguous()
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse2)
     profile = device_profile(q.device)
     options = _options(q, cu_seqlens_q, causal, window, softcap)
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -434,18 +443,18 @@ def portable_backward(
     with torch.cuda.device_of(q):
         if dq.numel():
             tiles = -(-queries // _DELTA_ROWS)
-            given = lse if dlse is None else dlse
+            given = lse2 if dlse2 is None else dlse2
             _attention_delta_kernel[(tiles * heads * batch,)](
-                out, dout, lse, given, delta,
+                out, dout, lse2, given, delta,
                 *_strides(out), *_strides(dout), *given.stride(), queries, heads, tiles,
-                HAS_DLSE=dlse is not None, HEAD_DIM=head_dim, BLOCK_M=_DELTA_ROWS, BLOCK_D=options["BLOCK_D"],
+                HAS_DLSE=dlse2 is not None, HEAD_DIM=head_dim, BLOCK_M=_DELTA_ROWS, BLOCK_D=options["BLOCK_D"],
                 num_warps=4,
             )  # fmt: skip
         if dk.numel():
             launch = key_value_launch(head_dim, q.dtype, profile)
             tiles = _tiles(keys, launch.block_n, cu_seqlens_k)
             _attention_key_value_kernel[(tiles * kv_heads * batch,)](
-                q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k,
+                q, k, v, dout, lse2, delta, dk, dv, cu_seqlens_q, cu_seqlens_k,
                 *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dk),
                 queries, keys, kv_heads, heads // kv_heads, documents, tiles, window, *scales,
                 BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, num_warps=launch.num_warps,
@@ -455,7 +464,7 @@ def portable_backward(
             launch = query_launch(head_dim, q.dtype, profile)
             tiles = _tiles(queries, launch.block_m, cu_seqlens_q)
             _attention_query_kernel[(tiles * heads * batch,)](
-                q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
+                q, k, v, dout, lse2, delta, dq, cu_seqlens_q, cu_seqlens_k,
                 *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dq),
                 queries, keys, heads, heads // kv_heads, documents, tiles, window, *scales,
                 BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, num_warps=launch.num_warps,

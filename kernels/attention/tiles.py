@@ -71,8 +71,12 @@ def load_tile(
 
 
 @jit
-def store_tile(base, row, stride, col, limit, tile, HEAD_DIM: tl.constexpr):
-    """Stores [ROWS, BLOCK_D] in the dtype of `base`, leaving out rows beyond `limit` and columns beyond HEAD_DIM."""
+def store_tile(base, row, stride, col, limit, tile, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr):
+    """Stores fp32 [ROWS, BLOCK_D] in base's dtype, leaving out rows beyond `limit` and columns beyond HEAD_DIM."""
+    if ROUND and base.dtype.element_ty == tl.bfloat16:
+        # The interpreter cuts fp32 off at bf16, a bias that delta would carry on: round to nearest even.
+        bits = tile.to(tl.int32, bitcast=True)
+        tile = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     pointers = base + row.to(tl.int64)[:, None] * stride + col[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(row < limit)[:, None] & (col < HEAD_DIM)[None, :])
 
