@@ -52,11 +52,11 @@ def explain_kernel(
     device = torch.device(device)
     if backend == "reference":
         return KernelChoice("reference", "backend='reference' was asked for")
+    if dtype not in KERNEL_DTYPES and backend == "triton":
+        raise TypeError(f"q has dtype {dtype}: the attention kernels take fp32, bf16 and fp16; pass backend='auto'")
     if select_backend(backend, device) == "reference":
         return KernelChoice("reference", _explain_backend(device)[1])
     if dtype not in KERNEL_DTYPES:
-        if backend == "triton":
-            raise TypeError(f"q has dtype {dtype}: the attention kernels take fp32, bf16 and fp16; pass backend='auto'")
         return KernelChoice("reference", f"no kernel takes {dtype}")
     return KernelChoice(
         "portable", f"{_explain_backend(device)[1]}; the portable kernel takes head_dim {head_dim} on every card"
