@@ -54,6 +54,7 @@ def _write_gradient(
     scale = tl.where(ignored, 0.0, scale)
     p_factor = scale * (2.0 * z_loss * lse) + grad_lse
     uniform = label_smoothing / vocab
+    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # compares faster than 64 bits
     peak = (1.0 - label_smoothing) + uniform
     log2_low = lse_low * _LOG2E
     zero = ignored
@@ -122,12 +123,14 @@ def _cross_entropy_forward_kernel(
     m = tl.full([BLOCK], -1.0e38, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    picked = tl.zeros([BLOCK], tl.float32)
     for start in range(0, limit, BLOCK):
         col = start + tl.arange(0, BLOCK)  # [BLOCK]
         mask = col < vocab
         z = tl.load(logits + col, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if HAS_SOFTCAP:
             z = softcap * _tanh(z / softcap)
+            picked += tl.where(col == target, z, 0.0)  # a second evaluation may round otherwise
         if HAS_SMOOTHING:
             total += z  # 0 where masked
         z = tl.where(mask, z, float("-inf"))
@@ -146,8 +149,8 @@ def _cross_entropy_forward_kernel(
 
     z_target = tl.load(logits + tl.where(in_range, target, 0)).to(tl.float32)
     if HAS_SOFTCAP:
-        z_target = softcap * _tanh(z_target / softcap)
-    loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel
+        z_target = tl.sum(picked, 0)
+    loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel  # pyright: ignore[reportOperatorIssue]
     if HAS_SMOOTHING:
         loss += label_smoothing * (z_target - tl.sum(total, 0) / vocab)
     loss += z_loss * lse * lse
