@@ -76,8 +76,8 @@ def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             # The loss is a sum over tokens / their global count, so gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
-            if mesh.device_type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            # A plain sum: gloo has no pre-multiplied one, and NCCL's average is not reliable on one rank.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def materialize(model: Llama, device: torch.device, seed: int) -> None:

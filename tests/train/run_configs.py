@@ -12,7 +12,8 @@ from fuselm.train.config import config_from_json, resolve
 from fuselm.train.trainer import StopSignal, Trainer
 
 torch.set_num_threads(1)
-world = distributed.start("cpu")
-for path in sys.argv[1:]:
-    Trainer(resolve(config_from_json(Path(path)), world.size), world, StopSignal()).train()
+configs = [config_from_json(Path(path)) for path in sys.argv[1:]]
+world = distributed.start(configs[0].parallel.device)
+for config in configs:
+    Trainer(resolve(config, world.size), world, StopSignal()).train()
 distributed.stop(world)

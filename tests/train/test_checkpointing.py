@@ -76,7 +76,6 @@ def test_load_restores_everything(trained, make_config, world, tmp_path):
     assert torch.equal(torch.get_rng_state(), random_state)
     assert (manifest["step"], manifest["position"], manifest["config"]) == (1, {"seed": 0}, {"a": 1})
     assert [_step(fresh, fresh_optimizer, world, seed) for seed in (1, 2, 3)] == expected
-    del fresh, fresh_optimizer
 
 
 def test_a_plain_model_loads_the_weights(trained):
@@ -95,7 +94,6 @@ def test_activation_checkpointing_and_compile_leave_no_trace_in_names(make_confi
     _step(model, optimizer, world)
     folder = save_checkpoint(tmp_path, 1, model, optimizer, world=world, keep=1, config={}, position={})
     load_model(folder, Llama(config.model))
-    del model, optimizer
 
 
 def test_the_newest_complete_one_is_found_with_a_warning(trained, tmp_path):

@@ -34,6 +34,7 @@ RUNS = {
     "four_from_two": (4, 2, "float32", "two"),
     "one_from_four": (1, 8, "float32", "four"),
     "one_selective": (1, 4, "float32", None),
+    "one_compiled": (1, 4, "float32", None),
 }
 
 
@@ -56,9 +57,9 @@ def runs(make_config, launch, tmp_path_factory):
                 parallel__param_dtype=dtype,
                 checkpoint__resume=str(step_folder(folder / resume, 3)) if resume else "auto",
             )
-            if name == "one_selective":
-                parallel = dataclasses.replace(config.parallel, activation_checkpointing="selective")
-                config = dataclasses.replace(config, parallel=parallel)
+            changes = {"one_selective": {"activation_checkpointing": "selective"}, "one_compiled": {"compile": True}}
+            parallel = dataclasses.replace(config.parallel, **changes.get(name, {}))
+            config = dataclasses.replace(config, parallel=parallel)
             (folder / f"{name}.json").write_text(to_json(dataclasses.replace(config, name=name)))
             files.append(str(folder / f"{name}.json"))
         for code, _, errors in launch([str(HERE / "run_configs.py"), *files], RUNS[names[0]][0]).wait():

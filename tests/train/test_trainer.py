@@ -69,7 +69,6 @@ def test_no_mean_of_means(make_config, world, tmp_path, plain_loss, size):
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
     means = [F.cross_entropy(torch.zeros(8, 261), r.targets[0], ignore_index=IGNORE) for r in rows(batch, 1)]
     assert any(torch.isnan(mean) for mean in means), "the naive mean of this batch is not even a number"
-    del model
 
 
 def test_nothing_to_learn_is_zero_not_nan(make_config, world, tmp_path):
@@ -79,7 +78,6 @@ def test_nothing_to_learn_is_zero_not_nan(make_config, world, tmp_path):
     assert all(torch.count_nonzero(g) == 0 for g in whole_gradients(model).values())
     optimizer.step()
     assert float(optimizer.grad_norm) == 0.0
-    del model, optimizer
 
 
 def test_gradients_cross_ranks_once_a_step(make_config, world, tmp_path, monkeypatch):
@@ -95,8 +93,6 @@ def test_gradients_cross_ranks_once_a_step(make_config, world, tmp_path, monkeyp
     forward_backward(model, rows(batch_with([8] * 4), 1), world)
     assert reduced == [0, 0, 0, 0], "a shard has a gradient only once it was reduced over ranks"
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in shards)
-    del shards
-    del model
 
 
 def test_compute_dtype_and_master_dtype(make_config, world, tmp_path):
@@ -108,7 +104,6 @@ def test_compute_dtype_and_master_dtype(make_config, world, tmp_path):
     forward_backward(model, [batch_with([8])], world)
     assert seen == {"out": torch.bfloat16, "cos": torch.float32}, "rope tables must not be rounded to bf16"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    del model, block
 
 
 def test_initial_weights_do_not_depend_on_wrapping_or_kernels(make_config, world, tmp_path):
@@ -121,7 +116,6 @@ def test_initial_weights_do_not_depend_on_wrapping_or_kernels(make_config, world
     for mine, expected in parameters:
         assert torch.equal(mine.full_tensor(), expected)
     assert torch.equal(plain.embedding.weight, plain.head_weight)
-    del model
 
 
 def test_weight_decay_on_matrices_only(make_config, world, tmp_path):
@@ -129,7 +123,6 @@ def test_weight_decay_on_matrices_only(make_config, world, tmp_path):
     decayed, plain = optimizer.param_groups
     assert decayed["weight_decay"] == 0.3 and all(p.ndim == 2 for p in decayed["params"])
     assert plain["weight_decay"] == 0.0 and all(p.ndim == 1 for p in plain["params"])
-    del optimizer, decayed, plain
 
 
 def test_validation_on_the_training_batch_is_the_training_loss(make_config, world, tmp_path):
@@ -141,7 +134,6 @@ def test_validation_on_the_training_batch_is_the_training_loss(make_config, worl
     (first, *_) = [e for e in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if e["step"] == 1]
     assert validation == pytest.approx(first["loss"], rel=1e-6)
     assert count == config.training.global_batch_size * config.training.seq_len
-    del run
 
 
 def test_validation_takes_no_more_than_an_epoch(make_config, world, tmp_path):
@@ -150,7 +142,6 @@ def test_validation_takes_no_more_than_an_epoch(make_config, world, tmp_path):
     _, count = evaluate(run.model, run.validation, batches=10**6)
     assert count == max(available, 1) * 8 * 32
     run.reporter.close()
-    del run
 
 
 def test_document_masks_change_the_loss_and_train(make_config, world, tmp_path):
@@ -160,7 +151,6 @@ def test_document_masks_change_the_loss_and_train(make_config, world, tmp_path):
         run = Trainer(config, world, StopSignal())
         run.train()
         losses.append([e["loss"] for e in read_metrics(config.run_folder / "metrics.jsonl") if "loss" in e])
-        del run
     assert all(math.isfinite(loss) for run_losses in losses for loss in run_losses)
 
 
