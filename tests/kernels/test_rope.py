@@ -280,12 +280,13 @@ def test_compile_fullgraph(dynamic, device, generator):
 
 _LARGE_STRIDES = """
 import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
 from fuselm.kernels.rope import rope, rope_reference
 token, head = 2**30 + 64, 2**30 + 80
-cos, sin = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+cos, sin = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).to(device) for i in (0, 1))
 far_tokens, far_heads = ((1, 3, 1, 16), (0, token, 0, 1)), ((1, 1, 4, 16), (0, 0, head, 1))
 for shape, strides in (far_tokens, far_heads, ((4, 1, 1, 16), (token, 0, 0, 1))):
-    q = torch.empty_strided(shape, strides, dtype=torch.float16)  # only the pages that are written exist
+    q = torch.empty_strided(shape, strides, dtype=torch.float16, device=device)  # only the pages that are written exist
     q.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(2)))
     k = q.detach().clone()
     for x in (q, k):
@@ -293,7 +294,7 @@ for shape, strides in (far_tokens, far_heads, ((4, 1, 1, 16), (token, 0, 0, 1)))
     y = rope(q, k, cos, sin, offset=1, backend="triton")
     assert torch.equal(y[0], y[1]) and torch.isfinite(y[0]).all(), (shape, y)
     torch.testing.assert_close(y[1], rope_reference(k, k, cos, sin, offset=1)[1])
-    upstream = torch.empty_strided(shape, strides, dtype=torch.float16)
+    upstream = torch.empty_strided(shape, strides, dtype=torch.float16, device=device)
     upstream.copy_(k.detach())
     dk = torch.autograd.grad(y, (k,), (torch.zeros_like(y[0]), k.detach()), retain_graph=True)[0]
     dq = torch.ops.fuselm.rope_backward(upstream, None, cos, sin, None, 1)[0]

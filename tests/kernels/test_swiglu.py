@@ -202,16 +202,17 @@ def test_compile_fullgraph(dynamic, device, generator):
 
 _LARGE_STRIDES = """
 import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
 from fuselm.kernels.swiglu import swiglu
 big = 2**30 + 64
 for shape, strides in (((3, 16), (big, 1)), ((4, 1, 16), (big, 0, 1)), ((1, 2, 4), (0, 1, big))):
-    x = torch.empty_strided(shape, strides, dtype=torch.float16)  # only the pages that are written exist
+    x = torch.empty_strided(shape, strides, dtype=torch.float16, device=device)  # only the pages that are written exist
     x.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(2)))
     dense = x.clone(memory_format=torch.contiguous_format).requires_grad_()
     y = swiglu(x, backend="triton")
     wanted = swiglu(dense, backend="triton")
     assert torch.equal(y, wanted) and torch.isfinite(y).all(), (shape, y, wanted)
-    grad = torch.empty_strided(wanted.shape, strides, dtype=torch.float16)
+    grad = torch.empty_strided(wanted.shape, strides, dtype=torch.float16, device=device)
     grad.copy_(wanted.detach())
     dx = torch.ops.fuselm.swiglu_backward(grad, x)
     assert torch.equal(dx, torch.autograd.grad(wanted, dense, wanted.detach())[0]), (shape, dx)
