@@ -8,6 +8,7 @@ from fuselm.model.config import LlamaConfig
 from fuselm.train.config import (
     CheckpointConfig,
     EvaluationConfig,
+    LoggingConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -38,6 +39,7 @@ def demo() -> TrainConfig:
         schedule=ScheduleConfig(warmup_steps=50, min_lr_ratio=0.05),
         evaluation=EvaluationConfig(every=170, batches=8),
         checkpoint=CheckpointConfig(every=0),
+        logging=LoggingConfig(every=10),
     )
 
 
