@@ -1,4 +1,4 @@
-"""How kernels take tensors of any strides: as rows with a contiguous last dimension, copied only where that is impossible."""
+"""How kernels take tensors of any strides: as rows with a contiguous last dimension, copied only where they must be."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def attend(
     if documents is not None:
         if not ours:
             raise ValueError(
-                f"attention_backend={config.attention_backend!r} has no document masks; use 'fuselm' or 'flash_attn', or "
-                "train without data.document_mask"
+                f"attention_backend={config.attention_backend!r} has no document masks; use 'fuselm' or 'flash_attn', "
+                "or train without data.document_mask"
             )
         packed = attention(
             *(t.flatten(0, 1) for t in (q, k, v)),

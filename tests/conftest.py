@@ -1,4 +1,4 @@
-"""Shared by all tests: the interpreter switch, one compile cache, GPU marks, and a gate against skipped kernel tests."""
+"""Shared by all tests: the interpreter switch, one compile cache, GPU marks, a gate against skipped kernel tests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ x = torch.randn(2, 8, requires_grad=True)
 fuselm.rms_norm(x).sum().backward()
 config = fuselm.LlamaConfig.from_preset("debug")
 tokens = torch.randint(0, 1024, (2, 16))
-loss = fuselm.Llama(config)(tokens, tokens, reduction="mean")
+loss = fuselm.Llama(config)(tokens, tokens.roll(-1, 1), reduction="mean")
 loss.backward()
 print(round(loss.item(), 1))
 try:

@@ -68,12 +68,14 @@ class StopSignal:
 class Pending:
     """A step that was queued on the device and not yet read by the host.
 
-    `values` is (4,) fp64 on the host: loss, grad norm, valid tokens, stops; valid once `done` has happened.
+    `values` is (4,) fp64 on the host: loss, grad norm, valid tokens, stops; valid once `done` has happened. `began` is the
+    `done` of the step before, so that what the device waits for the host counts too.
     """
 
     step: int
     lr: float
     values: torch.Tensor
+    began: torch.cuda.Event | None
     done: torch.cuda.Event | None
 
 
@@ -113,6 +115,7 @@ class Trainer:
         self.nonfinite = 0
         self.stopping = False
         self.clock = time.perf_counter()
+        self.step_began: torch.cuda.Event | None = None
         self._introduce(checkpoint, moved)
 
     # --- Building ---
@@ -280,6 +283,10 @@ class Trainer:
 
     def _train_step(self) -> None:
         config = self.config
+        began = self.step_began
+        if began is None and self.world.device.type == "cuda":  # the first step, or the first after a pause
+            began = torch.cuda.Event(enable_timing=True)
+            began.record()
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -293,9 +300,10 @@ class Trainer:
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(enable_timing=True)
             done.record()
-        self.pending.append(Pending(self.step, lr, values, done))
+        self.pending.append(Pending(self.step, lr, values, began, done))
+        self.step_began = done
         # A GPU's step is read while the next one runs, so that its queue never empties.
         self._read_pending(leave=1 if done is not None else 0)
 
@@ -305,8 +313,7 @@ class Trainer:
             if pending.done is not None:
                 pending.done.synchronize()
             loss, grad_norm, _, stops = pending.values.tolist()
-            now = time.perf_counter()
-            seconds, self.clock = now - self.clock, now
+            seconds = self._seconds(pending)
             training = self.config.training
             tokens = training.global_batch_size * training.seq_len
             rate, tflops, mfu = self.speed.read(tokens, seconds)
@@ -318,6 +325,18 @@ class Trainer:
                 self.stopping = True
                 self.reporter.say("asked to stop: saving first")
             self._count_nonfinite(pending.step, loss, grad_norm)
+
+    def _seconds(self, pending: Pending) -> float:
+        """What a step took: by the GPU's events, since the host reads it late; by the clock on a CPU."""
+        if pending.began is not None and pending.done is not None:
+            return pending.began.elapsed_time(pending.done) / 1e3
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        return seconds
+
+    def _pause(self) -> None:
+        """The time since the last step belongs to no step."""
+        self.clock, self.step_began = time.perf_counter(), None
 
     def _count_nonfinite(self, step: int, loss: float, grad_norm: float) -> None:
         # Both numbers are sums over all ranks, so every rank comes to the same verdict.
@@ -341,7 +360,7 @@ class Trainer:
             self._read_pending()
             loss, tokens = evaluate(self.model, self.validation, self.config.evaluation.batches)
             self.reporter.validation(self.step, loss, tokens)
-            self.clock = time.perf_counter()
+            self._pause()
 
     def _save(self) -> None:
         if not self.config.checkpoint.save or self.saved_step == self.step:
@@ -361,7 +380,7 @@ class Trainer:
         )
         self.saved_step = self.step
         self.reporter.say(f"saved {folder}")
-        self.clock = time.perf_counter()
+        self._pause()
 
     def _conclude(self) -> None:
         say, total = self.reporter.say, self.config.training.steps

@@ -1,5 +1,7 @@
-"""Compiles every launch of every KernelSpec for one architecture and prints a JSON report. Runs in a process of its own, since
-triton decides at import between compiling and interpreting."""
+"""Compiles every launch of every KernelSpec for one architecture and prints a JSON report.
+
+Runs in a process of its own, since triton decides at import between compiling and interpreting.
+"""
 
 from __future__ import annotations
 
