@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
@@ -93,6 +94,7 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["driver"] = _output(query).splitlines()[0] if _output(query) else "unknown"
         facts["cuda"] = str(torch.version.cuda)
     commit = _output(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
+    commit = commit or os.environ.get("FUSELM_COMMIT", "")  # for a copy of the tree without its history
     changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
     facts["commit"] = (commit or "unknown") + (" with uncommitted changes" if changed else "")
     return facts

@@ -68,8 +68,8 @@ class StopSignal:
 class Pending:
     """A step that was queued on the device and not yet read by the host.
 
-    `values` is (4,) fp64 on the host: loss, grad norm, valid tokens, stops; valid once `done` has happened. `began` is the
-    `done` of the step before, so that what the device waits for the host counts too.
+    `values` is (4,) fp64 on the host: loss, grad norm, valid tokens, stops; valid once `done` has happened. `began` is
+    the `done` of the step before, so that what the device waits for the host counts too.
     """
 
     step: int
