@@ -163,7 +163,6 @@ def test_forbidden_tokens_are_never_drawn() -> None:
         ({"tokens": torch.tensor([[3, -1]])}, "ids from -1 to 3"),
         ({"seed": 1, "generator": torch.Generator()}, "seed=1 and generator exclude each other"),
     ],
-    ids=str,
 )
 def test_bad_values_are_named(options: dict, message: str, model: Llama, prompt: torch.Tensor) -> None:
     arguments = {"tokens": prompt, "max_new_tokens": 2, **options}
