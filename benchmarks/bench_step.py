@@ -16,6 +16,7 @@ import re
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class Arguments:
     runs: Path = Path("runs/bench_step")
     """Folder for the runs."""
 
+    side_by_side: bool = False
+    """Run one-GPU runs at the same time, each on a GPU of its own; takes as many GPUs as --kernels has values."""
+
     label: str = ""
     """Appended to the result file's name."""
 
@@ -56,11 +60,13 @@ class Arguments:
     """More options for pretrain.py, separated by spaces."""
 
 
-def run_training(arguments: Arguments, preset: str, kernels: str, gpus: int) -> dict[str, Any]:
+def run_training(
+    arguments: Arguments, preset: str, kernels: str, gpus: int, device: int | None = None
+) -> dict[str, Any]:
     """Runs one training to its end and gives its summary.
 
     Raises:
-        SystemExit: the run failed; its output is shown.
+        RuntimeError: the run failed; its output is shown.
     """
     name = f"{preset}-{kernels}-{gpus}"
     launcher = [sys.executable]
@@ -71,17 +77,31 @@ def run_training(arguments: Arguments, preset: str, kernels: str, gpus: int) -> 
     command += ["--checkpoint.resume", "never", "--logging.progress", "plain", *arguments.extra.split()]
     log = arguments.runs / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"TORCH_LOGS": "recompiles"}
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
     with open(log, "w") as file:
-        code = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TORCH_LOGS": "recompiles"}
-        ).returncode
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     text = log.read_text()
     if code:
-        sys.exit(f"{' '.join(command)} failed with exit code {code}:\n{text[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {code}:\n{text[-3000:]}")
     print(f"wrote {log}")
     lines = (arguments.runs / name / "metrics.jsonl").read_text().splitlines()
     summary = summarise([json.loads(line) for line in lines])
     return {"kernels": kernels, "gpus": gpus, **summary, "recompilations_after_step_2": recompilations_after(text, 2)}
+
+
+def run_all(arguments: Arguments, preset: str) -> list[dict[str, Any]]:
+    """All runs of one preset, one after the other or, where asked for, those of one GPU side by side."""
+    runs = []
+    for gpus in arguments.gpus:
+        if gpus == 1 and arguments.side_by_side:
+            with ThreadPoolExecutor() as pool:
+                jobs = [pool.submit(run_training, arguments, preset, k, 1, i) for i, k in enumerate(arguments.kernels)]
+                runs += [job.result() for job in jobs]
+        else:
+            runs += [run_training(arguments, preset, kernels, gpus) for kernels in arguments.kernels]
+    return runs
 
 
 def recompilations_after(log: str, step: int) -> int:
@@ -125,7 +145,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments.output.mkdir(parents=True, exist_ok=True)
     for preset in arguments.presets:
-        runs = [run_training(arguments, preset, k, gpus) for gpus in arguments.gpus for k in arguments.kernels]
+        runs = run_all(arguments, preset)
         result = {
             "environment": environment(device),
             "command": " ".join(["python benchmarks/bench_step.py", *sys.argv[1:]]),

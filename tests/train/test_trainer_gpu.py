@@ -18,7 +18,7 @@ def train(make_config, launch, losses_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
 
     def run(name: str, gpus: int, kernels: str, **overrides) -> dict[int, float]:
-        config = make_config(folder, parallel__device="cuda", training__steps=20, **overrides)
+        config = make_config(folder, parallel__device="cuda", training__steps=20, optimizer__lr=5e-4, **overrides)
         parallel = dataclasses.replace(config.parallel, param_dtype="bfloat16")
         model = dataclasses.replace(config.model, kernels=kernels, vocab_size=320, dim=128, ffn_dim=256)
         config = dataclasses.replace(config, name=name, model=model, parallel=parallel)
