@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 
 from fuselm.kernels.numerics import check_budget
 from fuselm.kernels.specs.base import Case, KernelSpec
@@ -63,7 +64,7 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("spec", "case", "direction", "provider"), _parameters())
 def test_kernel(benchmark, spec: KernelSpec, case: Case, direction: str, provider: str) -> None:
-    torch._functorch.config.donated_buffer = False  # a compiled backward that is timed twice needs its buffers
+    functorch_config.donated_buffer = False  # a compiled backward that is timed twice needs its buffers
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     inputs = spec.make_inputs(case, DTYPE, DEVICE, generator)
     if provider == "fuselm":

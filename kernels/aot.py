@@ -11,6 +11,7 @@ production; there is no second list of signatures to keep in step. It needs Trit
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def compile_only(arch: int) -> Iterator[list[CompiledKernel]]:
             )
         return kernel
 
-    knobs: Any = triton.knobs
+    knobs: Any = importlib.import_module("triton.knobs")
     with contextlib.ExitStack() as stack:
         stack.enter_context(assume_profile(KNOWN_PROFILES[arch]))
         stack.enter_context(_set_attribute(jit_function, "run", compile_instead))

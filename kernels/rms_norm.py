@@ -103,6 +103,7 @@ def _rms_norm_backward_kernel(
     col = tl.arange(0, BLOCK_N)
     col_mask = col < n
     dw = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+    w = tl.full([BLOCK_N], 1.0, tl.float32)
     if HAS_WEIGHT:
         w = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
     for start in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
@@ -115,9 +116,7 @@ def _rms_norm_backward_kernel(
         x_hat = x * rstd[:, None]  # [ROWS, N]
         if NEED_DW:
             dw += dy * x_hat
-        g = dy
-        if HAS_WEIGHT:
-            g = dy * w[None, :]
+        g = dy * w[None, :]
         mean = tl.sum(g * x_hat, 1) / n
         dx = rstd[:, None] * (g - x_hat * mean[:, None])
         if HAS_DH:
@@ -251,7 +250,7 @@ def _backward_rms_norm(ctx: Any, dy: torch.Tensor | None, _drstd: Any) -> tuple[
     if dy is None:
         return None, None, None
     x, weight, rstd = ctx.saved_tensors
-    need_dw = weight is not None and ctx.needs_input_grad[1]
+    need_dw = ctx.needs_input_grad[1]
     dx, dw = torch.ops.fuselm.rms_norm_backward(dy, None, x, weight, rstd, need_dw)
     return dx, dw.to(weight.dtype) if need_dw else None, None
 
@@ -271,7 +270,7 @@ def _backward_add_rms_norm(
     x_dtype, residual_dtype = ctx.dtypes
     if dy is None:  # only the residual output was used: the norm contributes nothing
         return (None, None, None, None) if dh is None else (dh.to(x_dtype), dh.to(residual_dtype), None, None)
-    need_dw = weight is not None and ctx.needs_input_grad[2]
+    need_dw = ctx.needs_input_grad[2]
     dx, dw = torch.ops.fuselm.rms_norm_backward(dy, dh, h, weight, rstd, need_dw)
     return dx.to(x_dtype), dx.to(residual_dtype), dw.to(weight.dtype) if need_dw else None, None
 

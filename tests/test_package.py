@@ -39,6 +39,7 @@ def test_import_is_lazy_and_cheap():
 
 
 def test_every_public_name_loads_and_is_listed():
+    assert set(fuselm.__all__) == {"__version__", *fuselm._PUBLIC}
     for name in fuselm.__all__:
         assert getattr(fuselm, name) is not None and name in dir(fuselm)
     with pytest.raises(AttributeError, match="no attribute 'rmsnorm'"):

@@ -41,7 +41,20 @@ if TYPE_CHECKING:
     from fuselm.model.generate import generate as generate
     from fuselm.model.llama import Llama as Llama
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = [
+    "AdamW",
+    "Llama",
+    "LlamaConfig",
+    "__version__",
+    "add_rms_norm",
+    "attention",
+    "cross_entropy",
+    "generate",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ def main() -> None:
                 inputs = spec.make_inputs(case, torch.bfloat16, torch.device("cpu"), generator)
                 outputs = spec.function(**inputs, backend="triton")
                 outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-                sum(o.float().sum() for o in outputs if o.requires_grad).backward()
+                torch.stack([o.float().sum() for o in outputs if o.requires_grad]).sum().backward()
         report[spec.name] = [dataclasses.asdict(kernel) for kernel in compiled]
     print(json.dumps(report))
 
