@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local
 from fuselm.kernels.adamw_step import KERNEL_DTYPES, Entry, Hyper, TritonStep
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
+_F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ATTRIBUTES = ("max_grad_norm", "master_weights", "state_dtype", "backend", "grad_norm", "skipped_steps")
 
 
@@ -130,6 +131,10 @@ def _check_group(group: Mapping[str, Any]) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name}={group[name]!r}: not supported")
+
+
+def _never_traced(function: _F) -> _F:
+    return cast(Any, torch.compiler.disable(function))
 
 
 class _Held:
@@ -247,8 +252,10 @@ class AdamW(torch.optim.Optimizer):
             if first is not None and p.device != first.device:
                 raise ValueError(f"params: expected one device, got {first.device} and {p.device}")
 
+    @_never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient.
+        """One step over every parameter that has a gradient. A compiled function that calls it breaks its graph there:
+        the launches are few already, and a traced learning rate would be a constant to compile for.
 
         Args:
             closure: computes the loss with gradients; called first.

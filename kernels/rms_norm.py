@@ -143,7 +143,7 @@ def _launch_forward(
         _rms_norm_forward_kernel[(-(-rows // launch.block_rows),)](
             x_rows,
             residual_rows,
-            x_rows if weight is None else weight,
+            x_rows if weight is None else weight.contiguous(),
             y,
             h,
             rstd,
@@ -196,7 +196,7 @@ def _rms_norm_backward(
             dy_rows,
             dh_rows,
             x_rows,
-            x_rows if weight is None else weight,
+            x_rows if weight is None else weight.contiguous(),
             rstd,
             dx,
             partial,

@@ -204,8 +204,9 @@ def attention(
         # Copied here rather than in the op, so that the copy is what autograd saves and the backward pass needs no
         # second one.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        if packed:
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
             q, k, v = q[None], k[None], v[None]
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()  # read without strides
         out, lse2 = ops.attention_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window or 0, softcap or 0.0
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from fuselm.kernels import adamw_step
 from fuselm.kernels.adamw import AdamW
@@ -337,6 +338,35 @@ def test_same_bits_every_run(device):
     make = lambda p: AdamW(p, lr=1e-3, max_grad_norm=0.1)  # noqa: E731
     first, second = (run(make, torch.float32, device, 2) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_training_step_is_compiled_once_for_every_learning_rate(backend, device):
+    torch.compiler.reset()
+    runs = []
+    for compiled in (True, False):
+        linear = torch.nn.Linear(3, 2, device=device)
+        with torch.no_grad():
+            for p in linear.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel(), device=device).reshape(p.shape))
+        optimizer = AdamW(linear.parameters(), max_grad_norm=1.0, backend=backend)
+
+        def train(linear=linear, optimizer=optimizer):
+            linear(torch.ones(4, 3, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        counter = CompileCounter()
+        step = torch.compile(train, backend=counter) if compiled else train
+        counts = []
+        for k in range(20):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (k + 1)
+            step()
+            counts.append(counter.frame_count)
+        assert counts == [counts[0]] * 20 and counts[0] == compiled, "a learning rate compiled anew"
+        runs.append(list(linear.parameters()))
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_tables_are_rebuilt_only_when_sizes_change(device, generator):

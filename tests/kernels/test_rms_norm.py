@@ -104,6 +104,11 @@ def test_opcheck(device, generator):
     torch.library.opcheck(torch.ops.fuselm.rms_norm_forward.default, (x, w, 1e-6))
     torch.library.opcheck(torch.ops.fuselm.rms_norm_forward.default, (x, None, 1e-6))
     torch.library.opcheck(torch.ops.fuselm.add_rms_norm_forward.default, (x, x.detach().clone(), w, 1e-6))
+    x, w = x.detach(), w.detach()
+    rstd = torch.ops.fuselm.rms_norm_forward(x, w, 1e-6)[1]
+    for dh, weight in ((None, w), (x.sin(), w), (x.sin(), None)):
+        arguments = (x.cos(), dh, x, weight, rstd, weight is not None)
+        torch.library.opcheck(torch.ops.fuselm.rms_norm_backward.default, arguments)
 
 
 def test_runs_are_bitwise_equal(device, generator):

@@ -134,6 +134,41 @@ def test_upstream_gradient_of_any_strides(spec, layout, device, generator):
         assert torch.equal(view, copy)
 
 
+def _relaid(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values as a new leaf in other memory: every second element of a longer row, or columns first."""
+    if layout == "columns first" and x.dim() > 1:
+        return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad)
+    wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
+    wide[..., ::2] = x.detach()
+    wide[..., 1::2] = float("nan") if x.is_floating_point() else 1
+    return wide[..., ::2].requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("layout", ["every second", "columns first"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_inputs_of_any_strides(spec, layout, device, generator):
+    """Every tensor given, weights, tables and indices among them, may be a view: the results are those of a copy."""
+    for case in spec.test_cases[:1] + spec.test_cases[-1:]:
+        inputs = spec.make_inputs(case, torch.float32, device, generator)
+        views = {n: _relaid(t, layout) if isinstance(t, torch.Tensor) and t.dim() else t for n, t in inputs.items()}
+        want, want_grads, cotangents = _run(spec.function, inputs, None, backend="triton")
+        got, grads, _ = _run(spec.function, views, cotangents, backend="triton")
+        for a, b in zip((*got, *grads.values()), (*want, *want_grads.values()), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # a matrix product may sum in another order
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_tensors_of_a_gpu_that_is_not_the_current_one(spec):
+    results = []
+    for index in (0, 1):
+        device = torch.device("cuda", index)
+        inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, torch.Generator(device).manual_seed(0))
+        outputs, grads, _ = _run(spec.function, inputs, None, backend="triton")
+        results.append([t.cpu() for t in (*outputs, *grads.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_every_output_element_is_written(spec, device, generator, monkeypatch):
     """torch.empty hands out NaN: an element that no kernel writes shows as one."""
