@@ -2,8 +2,8 @@
 
     python benchmarks/report.py benchmarks/results/step_124m.json [...] --output benchmarks/results
 
-Writes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss curves and speed), and prints
-the table.
+Writes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss curves and speed), prints
+the table, and puts it into README between its two markers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
+MARKERS = ("<!-- steps -->", "<!-- /steps -->")
 NAMES = {"triton": "kernels=triton", "eager": "kernels=eager"}
 
 
@@ -34,6 +35,9 @@ class Arguments:
 
     output: Path = Path("benchmarks/results")
     """Folder for steps.md and steps.png."""
+
+    readme: Path | None = Path("README.md")
+    """Page whose table is replaced; None for no page."""
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
@@ -65,6 +69,19 @@ def markdown(results: list[dict[str, Any]]) -> str:
         *(f"    {result['command']}" for result in results[:1]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def replace_table(page: str, table: str) -> str:
+    """`page` with `table` between its markers.
+
+    Raises:
+        ValueError: the page lacks them.
+    """
+    before, opening, rest = page.partition(MARKERS[0])
+    _, closing, after = rest.partition(MARKERS[1])
+    if not (opening and closing):
+        raise ValueError(f"the page has no {MARKERS[0]} ... {MARKERS[1]} to put the table between")
+    return f"{before}{opening}\n{table}{closing}{after}"
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
@@ -103,8 +120,13 @@ def main() -> None:
     table = markdown(results)
     (arguments.output / "steps.md").write_text(table)
     picture(results, arguments.output / "steps.png")
+    written = [arguments.output / "steps.md", arguments.output / "steps.png"]
+    if arguments.readme is not None:
+        arguments.readme.write_text(replace_table(arguments.readme.read_text(), table))
+        written.append(arguments.readme)
     print(table)
-    print(f"wrote {arguments.output / 'steps.md'}\nwrote {arguments.output / 'steps.png'}")
+    for path in written:
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
