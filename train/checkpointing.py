@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step_00000200/
         __0_0.distcp ... .metadata   torch.distributed.checkpoint: model, optimizer, RNG state
-        manifest.json                step, position in the data, configuration, size and CRC-32 of every file
+        manifest.json                step, position in the data, configuration, size and CRC-32 of every file and itself
 
 Everything goes to step_XXXXXXXX.tmp; the manifest is written last and the folder renamed, so a folder without .tmp is
 whole. Sizes are compared when a checkpoint is looked for, CRCs before it is loaded: a flipped bit is otherwise just
@@ -37,6 +37,7 @@ from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
 
 MANIFEST = "manifest.json"
+OWN_CRC = "crc32"  # the manifest's key for the checksum over all of its other keys
 FOLDER = "checkpoints"
 STATE_BYTES = 12  # a parameter: fp32 value and two fp32 moments
 
@@ -57,12 +58,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = {str(name): entry for name, entry in manifest["files"].items()}
     except OSError as error:
         raise UserError(f"{checkpoint} is not a complete checkpoint: no readable {MANIFEST}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{checkpoint} is not a complete checkpoint: {MANIFEST} is damaged") from error
-    for name, entry in files.items():
+    except ValueError:
+        manifest = None
+    # Its own checksum, for a flipped bit may be another step, or another checksum that then fits a damaged file.
+    if not isinstance(manifest, dict) or manifest.pop(OWN_CRC, None) != _manifest_crc32(manifest):
+        raise UserError(f"{checkpoint} is not a complete checkpoint: {MANIFEST} is damaged")
+    for name, entry in manifest["files"].items():
         path = checkpoint / name
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
@@ -107,7 +110,11 @@ def verify(checkpoint: Path, world: World | None = None) -> dict[str, Any]:
         manifest = read_manifest(checkpoint)
         rank, size = (world.rank, world.size) if world else (0, 1)
         for name, entry in sorted(manifest["files"].items())[rank::size]:
-            if _crc32(checkpoint / name) != entry["crc32"]:
+            try:
+                crc = _crc32(checkpoint / name)
+            except OSError as error:  # on every rank: the others would wait for one that left alone
+                raise UserError(f"{checkpoint / name} cannot be read: {error.strerror}") from error
+            if crc != entry["crc32"]:
                 raise UserError(f"{checkpoint} is damaged: {name} does not have the checksum it was written with")
         return manifest
 
@@ -268,8 +275,10 @@ def _finish(
         "files": files,
         "config": config,
     }
+    manifest = json.loads(json.dumps(manifest, default=str))  # as a reader will see it
+    manifest[OWN_CRC] = _manifest_crc32(manifest)
     try:
-        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1, default=str))
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         replaced = folder.with_suffix(".replaced.tmp")
         if folder.exists():  # an incomplete or older one of the same step
             folder.rename(replaced)
@@ -316,6 +325,10 @@ def _crc32(path: Path) -> int:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return crc
+
+
+def _manifest_crc32(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _cause(error: BaseException) -> str:

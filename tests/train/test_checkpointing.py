@@ -25,6 +25,7 @@ from fuselm.train.checkpointing import (
     step_folder,
     verify,
 )
+from fuselm.train.distributed import AgreedError
 from fuselm.train.errors import UserError
 from fuselm.train.evaluation import forward_backward
 from fuselm.train.trainer import build
@@ -139,6 +140,30 @@ def test_a_flipped_bit_is_an_error_or_skipped(trained, world, tmp_path, capsys):
             load()
     assert resumable(tmp_path, world) == first
     assert "step_00000002 is damaged" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_in_the_manifest_is_seen(trained, world):
+    """It would be another step or place in the data, without a word."""
+    *_, save = trained
+    manifest = save(1) / "manifest.json"
+    whole = manifest.read_bytes()
+    assert read_manifest(manifest.parent)["step"] == 1
+    for place in range(len(whole)):
+        manifest.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+            verify(manifest.parent, world)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_on_every_rank(trained, world, monkeypatch):
+    *_, save = trained
+    folder = save(1)
+
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpointing, "_crc32", fails)
+    with pytest.raises(AgreedError, match=r"\.metadata cannot be read: Input/output error"):
+        verify(folder, world)
 
 
 def test_only_the_newest_stay(trained, tmp_path):
