@@ -211,11 +211,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop the entries of metrics.jsonl after `step`, which a resumed run will write again."""
-    entries = read_metrics(path)
-    kept = [entry for entry in entries if entry["step"] <= step] if step else []
-    if len(kept) != len(entries):
-        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+    """Drop the entries of metrics.jsonl after `step`, which a resumed run will write again, and what a crash cut off,
+    for the next line would join it."""
+    if path.exists():
+        kept = "".join(json.dumps(entry) + "\n" for entry in read_metrics(path) if 0 < step >= entry["step"])
+        if kept != path.read_text(encoding="utf-8"):
+            write_atomically(path, kept)
 
 
 def plot_losses(metrics: Path, image: Path) -> None:

@@ -48,11 +48,14 @@ def test_tied_embeddings_count_the_head_once():
     assert tied.flops_per_token == untied.flops_per_token
 
 
-def test_a_resumed_run_drops_later_lines_and_writes_each_step_once(tmp_path):
+@pytest.mark.parametrize("done", [2, 4])
+def test_a_resumed_run_drops_later_lines_and_writes_each_step_once(tmp_path, done):
+    """Also where there is nothing to drop but the line that a crash cut off."""
     first = Reporter(tmp_path, LoggingConfig(tensorboard=False), total_steps=5, start_step=0)
-    for step in range(1, 5):
+    for step in range(1, done + 1):
         first.step(metrics(step))
-    first.validation(4, 1.5, 10)
+    if done == 4:
+        first.validation(4, 1.5, 10)
     first.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "loss": 2.')  # cut off by a crash
