@@ -38,8 +38,9 @@ def attend(
 
     Raises:
         ImportError: attention_backend="flash_attn" without the package.
-        ValueError: documents with a backend that has no document masks.
+        ValueError: documents, a device or a dtype that the backend does not take.
     """
+    require_attention(config, q.device, q.dtype, documents=documents is not None)
     if config.attention_backend == "flash_attn":
         return _flash_attn(q, k, v, documents)
     ours = config.attention_backend == "fuselm"
@@ -47,11 +48,6 @@ def attend(
         config.kernels == "triton" or (config.kernels == "auto" and explain_backend(q.device)[0] == "triton")
     )
     if documents is not None:
-        if not ours:
-            raise ValueError(
-                f"attention_backend={config.attention_backend!r} has no document masks; use 'fuselm' or 'flash_attn', "
-                "or train without data.document_mask"
-            )
         packed = attention(
             *(t.flatten(0, 1) for t in (q, k, v)),
             cu_seqlens_q=documents.cu_seqlens,
@@ -69,6 +65,45 @@ def attend(
     return _sdpa(q, k, v)
 
 
+def require_attention(config: LlamaConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> None:
+    """Refuse what `attend` could not do, so that a run can ask before it begins.
+
+    Args:
+        config: its attention_backend is checked.
+        device: of q, k and v.
+        dtype: of q, k and v.
+        documents: whether there will be document masks.
+
+    Raises:
+        ImportError: attention_backend="flash_attn" without the package.
+        ValueError: the backend does not take such documents, device or dtype.
+    """
+    name = config.attention_backend
+    if name == "flash_attn":
+        _flash_attn_package()
+    if documents and name in ("sdpa", "cudnn"):
+        raise ValueError(
+            f"attention_backend={name!r} has no document masks; use 'fuselm' or 'flash_attn', or train without "
+            "data.document_mask"
+        )
+    half = dtype in (torch.bfloat16, torch.float16)
+    if name in ("cudnn", "flash_attn") and (device.type != "cuda" or not half):
+        raise ValueError(
+            f"attention_backend={name!r} takes bfloat16 or float16 on an NVIDIA GPU, not {dtype} on device type "
+            f"{device.type!r}; use 'fuselm' or 'sdpa'"
+        )
+
+
+def _flash_attn_package() -> Any:
+    try:
+        return importlib.import_module("flash_attn")
+    except ImportError as error:
+        raise ImportError(
+            "attention_backend='flash_attn' needs the flash-attn package (see its own installation instructions); or "
+            "use attention_backend='fuselm'"
+        ) from error
+
+
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     queries, keys = q.shape[1], k.shape[1]
     mask = None
@@ -81,13 +116,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: DocumentMask | None) -> torch.Tensor:
-    try:
-        package: Any = importlib.import_module("flash_attn")
-    except ImportError as error:
-        raise ImportError(
-            "attention_backend='flash_attn' needs the flash-attn package (see its own installation instructions); or "
-            "use attention_backend='fuselm'"
-        ) from error
+    package = _flash_attn_package()
     if documents is None:
         return package.flash_attn_func(q, k, v, causal=True)
     cu, longest = documents

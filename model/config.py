@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -24,11 +25,12 @@ class RopeScaling:
     """Context length of the first training, in tokens."""
 
     def __post_init__(self) -> None:
-        if self.factor <= 0 or not 0 < self.low_freq_factor < self.high_freq_factor:
+        ordered = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not 0 < self.factor < math.inf or not ordered or self.original_max_seq_len < 1:
             raise ValueError(
                 f"rope_scaling: factor={self.factor}, low_freq_factor={self.low_freq_factor}, "
-                f"high_freq_factor={self.high_freq_factor}: expected factor > 0 and "
-                "0 < low_freq_factor < high_freq_factor"
+                f"high_freq_factor={self.high_freq_factor}, original_max_seq_len={self.original_max_seq_len}: expected "
+                "finite numbers with factor > 0, 0 < low_freq_factor < high_freq_factor, original_max_seq_len >= 1"
             )
 
 
@@ -72,8 +74,12 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected an integer >= 1")
+            if not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ValueError(f"{name}={value!r}: expected an integer from 1 to {2**31 - 1}")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps!r}: expected a finite number >= 0")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta={self.rope_theta!r}: expected a finite number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim is None and self.dim % self.num_heads:

@@ -111,6 +111,8 @@ def generate_stream(
     if generator is not None and seed is not None:
         raise ValueError(f"seed={seed} and generator exclude each other")
     if seed is not None:
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed={seed}: expected an integer from -2**63 to 2**64 - 1")
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
     return _decode(model, tokens.long(), max_new_tokens, sampling, generator, eos_id)
 

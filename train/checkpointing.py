@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 import warnings
 import zlib
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -34,11 +34,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from fuselm.train.distributed import World
-from fuselm.train.errors import UserError
+from fuselm.train.errors import UserError, warn
 
 MANIFEST = "manifest.json"
 OWN_CRC = "crc32"  # the manifest's key for the checksum over all of its other keys
 FOLDER = "checkpoints"
+# DCP wraps what went wrong on any rank in a CheckpointException, which is a BaseException but no Exception.
+_DCP_ERRORS = (Exception, CheckpointException)
 STATE_BYTES = 12  # a parameter: fp32 value and two fp32 moments
 
 
@@ -90,7 +92,7 @@ def latest_checkpoint(run: Path) -> Path | None:
         try:
             read_manifest(folder)
         except UserError as error:
-            warnings.warn(f"{error}; looking for an older one", stacklevel=2)
+            warn(f"{error}; looking for an older one")
             continue
         return folder
     return None
@@ -129,8 +131,7 @@ def resumable(run: Path, world: World) -> Path | None:
         try:
             verify(folder, world)
         except UserError as error:
-            if world.is_main:
-                print(f"warning: {error}; looking for an older one", file=sys.stderr, flush=True)
+            warn(f"{error}; looking for an older one")
             continue
         return folder
     return None
@@ -213,9 +214,10 @@ def save_checkpoint(
     def write() -> None:
         try:
             dcp_save(state, checkpoint_id=temporary)
-        except Exception as error:  # DCP wraps what went wrong on any rank in exceptions of its own
+        except _DCP_ERRORS as error:
             raise UserError(
-                f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)}"
+                f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)} "
+                f"({_human(size)} were needed, {_human(shutil.disk_usage(temporary.parent).free)} are free there)"
             ) from None
 
     try:
@@ -336,6 +338,8 @@ def _cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
+    if "inline_container" in str(error):  # how torch.save words a write that the operating system refused
+        return "writing failed, as on a full disk"
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -361,7 +365,7 @@ def load_checkpoint(
     def read() -> None:
         try:
             dcp_load(state, checkpoint_id=checkpoint)
-        except Exception as error:  # see save_checkpoint
+        except _DCP_ERRORS as error:
             raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
 
     world.together(read)
@@ -385,7 +389,7 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             dcp_load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-    except Exception as error:  # see save_checkpoint
+    except _DCP_ERRORS as error:
         raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
     model.load_state_dict(weights)
 

@@ -7,9 +7,12 @@ import dataclasses
 import difflib
 import io
 import json
+import math
+import os
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -176,6 +179,36 @@ class TrainConfig:
         return self.runs / (self.name or self.preset)
 
 
+# Which numbers can run. (LlamaConfig checks its own; any whole number is a seed.)
+_AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
+_AT_LEAST_0 = (lambda value: value >= 0, "at least 0")
+_FINITE = (lambda value: 0 <= value < math.inf, "a finite number, at least 0")
+_DECAY = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "training.steps": _AT_LEAST_1,
+    "training.seq_len": _AT_LEAST_1,
+    "training.global_batch_size": _AT_LEAST_0,
+    "training.micro_batch_size": _AT_LEAST_1,
+    "training.max_nonfinite_steps": _AT_LEAST_1,
+    "data.vocab_size": (lambda value: value >= 257, "at least 257, all bytes and the end of text"),
+    "optimizer.lr": _FINITE,
+    "optimizer.beta1": _DECAY,
+    "optimizer.beta2": _DECAY,
+    "optimizer.eps": (lambda value: 0 < value < math.inf, "a finite number, above 0"),
+    "optimizer.weight_decay": _FINITE,
+    "optimizer.max_grad_norm": (lambda value: value is None or value > 0, "above 0, or None"),
+    "schedule.warmup_steps": _AT_LEAST_0,
+    "schedule.decay_steps": _AT_LEAST_0,
+    "schedule.min_lr_ratio": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "evaluation.every": _AT_LEAST_0,
+    "evaluation.batches": _AT_LEAST_0,
+    "checkpoint.every": _AT_LEAST_0,
+    "checkpoint.keep": _AT_LEAST_1,
+    "logging.every": _AT_LEAST_1,
+}
+_LONGEST_NAME = 200  # bytes; a file system takes 255, and names like NAME.12 are made of it
+
+
 def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
     """Fill in what follows from other fields, and refuse what cannot run.
 
@@ -190,26 +223,13 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
         UserError: fields that contradict each other, with their values.
     """
     training = config.training
-    for section, names in (
-        ("training", ("steps", "seq_len", "micro_batch_size", "max_nonfinite_steps")),
-        ("checkpoint", ("keep",)),
-        ("logging", ("every",)),
-    ):
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if value < 1:
-                raise UserError(f"{section}.{name} is {value}: it must be at least 1")
-    for section, names in (
-        ("training", ("global_batch_size",)),
-        ("schedule", ("warmup_steps", "decay_steps", "min_lr_ratio")),
-        ("optimizer", ("lr", "weight_decay")),
-        ("evaluation", ("every", "batches")),
-        ("checkpoint", ("every",)),
-    ):
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if value < 0:
-                raise UserError(f"{section}.{name} is {value}: it must not be negative")
+    for field_name, (allowed, in_words) in _RANGES.items():
+        section, _, name = field_name.partition(".")
+        value = getattr(getattr(config, section), name)
+        if not allowed(value):
+            raise UserError(f"{field_name} is {value}: it must be {in_words}")
+    if not config.checkpoint.resume:
+        raise UserError("checkpoint.resume is empty: it is auto, never, or a path")
     if training.seq_len > config.model.max_seq_len:
         raise UserError(
             f"training.seq_len is {training.seq_len}, but the model takes at most {config.model.max_seq_len} tokens "
@@ -223,8 +243,12 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
             f"training.micro_batch_size {training.micro_batch_size} = {together}"
         )
     name = config.name or config.preset
-    if Path(name).name != name or name in (".", ".."):
+    if Path(name).name != name or not name.strip() or name in (".", "..") or "\0" in name:
         raise UserError(f"name is {name!r}: it must be the name of a folder inside {config.runs}, without slashes")
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise UserError(f"name has {len(os.fsencode(name))} bytes: it must have at most {_LONGEST_NAME}")
+    if name == "data":
+        raise UserError(f"name is 'data': {config.runs / name} is where tokens of the bundled plays lie")
     training = dataclasses.replace(training, global_batch_size=global_batch_size)
     return dataclasses.replace(config, name=name, training=training)
 
@@ -247,7 +271,7 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise UserError(f"unknown field {where}{name}{_nearest(name, known)}")
+            raise UserError(f"unknown field {where}{name}{nearest(name, known)}")
     return cls(**{name: _convert(hints[name], value, f"{where}{name}.") for name, value in values.items()})
 
 
@@ -271,16 +295,20 @@ def config_from_json(run: Path) -> TrainConfig:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None:
+    if value is None and type(None) in options:
         return None
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
             return from_dict(typing.cast(type, option), value, where)
-        if option is Path:
+        if option is Path and isinstance(value, str):
             return Path(value)
-        if typing.get_origin(option) is tuple:
-            return tuple(value)
-    return value
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return value
+        if option in (int, float, bool, str):
+            number = option is float and isinstance(value, int) and not isinstance(value, bool)
+            if type(value) is option or number:
+                return value
+    raise UserError(f"field {where.rstrip('.')} is {value!r}: it must be {type_in_words(hint)}")
 
 
 # --- The command line -----------------------------------------------------------------------------------------------
@@ -302,14 +330,14 @@ def parse_command_line(arguments: list[str], presets: dict[str, Any], descriptio
     help_wanted = any(argument in ("-h", "--help") for argument in arguments)
     name = _preset_name(arguments)
     if name not in presets:
-        raise UserError(f"unknown preset {name!r}{_nearest(name, list(presets))}; there are {', '.join(presets)}")
+        raise UserError(f"unknown preset {name!r}{nearest(name, list(presets))}; there are {', '.join(presets)}")
     default: TrainConfig = presets[name]()
     if help_wanted:
         _tyro(["--help"], default, f"{description}\n\nPresets: {', '.join(presets)}.", quiet=False)
     options = list(option_names(default))
     for argument in arguments:
         if argument.startswith("--") and argument not in options:
-            raise UserError(f"unknown option {argument}{_nearest(argument, options)}")
+            raise UserError(f"unknown option {argument}{nearest(argument, options)}")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -344,15 +372,17 @@ def option_names(config: Any, prefix: str = "--") -> dict[str, str]:
             names |= option_names(value, f"{prefix}{entry.name}.")
         elif not any(dataclasses.is_dataclass(option) for option in typing.get_args(hints[entry.name])):
             # (a section that the preset leaves out has no options)
-            names[prefix + entry.name] = _type_in_words(hints[entry.name])
+            names[prefix + entry.name] = type_in_words(hints[entry.name])
     return names
 
 
-def _type_in_words(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_type_in_words(option) for option in typing.get_args(hint))
+        return " or ".join(type_in_words(option) for option in typing.get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        return "a section"
     words = {int: "a whole number", float: "a number", bool: "True or False", Path: "a path", str: "text"}
     return words.get(hint, "None" if hint is type(None) else str(hint))
 
@@ -399,7 +429,7 @@ def _groups(arguments: list[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
     # The last part counts too, so that --lr finds --optimizer.lr.
     tails = {entry.rpartition(".")[2].lstrip("-"): entry for entry in known}
     wanted = name.rpartition(".")[2].lstrip("-")

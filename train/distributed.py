@@ -105,6 +105,8 @@ def pick_device(choice: Literal["auto", "cuda", "cpu"], local_rank: int = 0) -> 
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise UserError("parallel.device is cuda, but PyTorch finds no GPU here")
     if local_rank >= gpus:
         raise UserError(f"local rank {local_rank} has no GPU: this machine has {gpus}; start fewer processes")
     return torch.device("cuda", local_rank)

@@ -143,7 +143,9 @@ class TextSource:
             origin = f"{file}:{number}"
             try:
                 record = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except json.JSONDecodeError as error:
+                raise UserError(f"{origin} is not a JSON line: {error.msg} after {error.pos} characters") from error
+            except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits, nested too deep
                 raise UserError(f"{origin} is not a JSON line: {error}") from error
             text = record.get(self.text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):

@@ -14,6 +14,17 @@ class UserError(Exception):
     """
 
 
+def warn(text: str) -> None:
+    """Print `warning: ...` on one line of stderr, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print("warning: " + " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def in_words(error: OSError) -> str:
+    """What the operating system refused, and for which file."""
+    return " ".join(str(part) for part in (error.strerror or error, error.filename and f"({error.filename})") if part)
+
+
 def report(error: BaseException | str) -> int:
     """Print `error: ...` on one line of stderr, on rank 0 only.
 

@@ -9,6 +9,7 @@ only.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,16 +20,41 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fuselm.model.config import LlamaConfig
+from fuselm.model.flops import parameter_counts
 from fuselm.model.llama import Llama, initial_value
 from fuselm.train.config import ParallelConfig
 from fuselm.train.distributed import World
+from fuselm.train.errors import UserError
 
+STATE_BYTES = 16  # a parameter: fp32 value, gradient and two moments
 WRAPPER = "_checkpoint_wrapped_module."
 
 
 def build_mesh(world: World) -> DeviceMesh:
     """One dimension, `fsdp`, over all ranks."""
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("fsdp",))
+
+
+def require_memory(model: LlamaConfig, world: World) -> None:
+    """Refuse a model whose parameters, gradients and optimizer state alone are more than this rank's memory.
+
+    Raises:
+        UserError: with both numbers. Activations come on top and are not counted.
+    """
+    parameters, _ = parameter_counts(model)
+    needed = parameters * STATE_BYTES / world.size
+    if world.device.type == "cuda":
+        here, what = torch.cuda.mem_get_info(world.device)[1], "this GPU"
+    else:  # ranks of one machine share its memory
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    if needed > here:
+        raise UserError(
+            f"the model has {parameters / 1e9:,.1f} billion parameters; with gradients and optimizer state they need "
+            f"{needed / 2**30:,.0f} GiB of {what}, which has {here / 2**30:,.0f} GiB: take more "
+            "ranks or a smaller model"
+        )
 
 
 def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> Llama:

@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fuselm.train.command_line import parse_arguments
 from fuselm.train.documents import Document, Piece, TextSource, split_document
 from fuselm.train.errors import UserError, report
 from fuselm.train.shards import (
@@ -36,7 +37,7 @@ from fuselm.train.shards import (
     whole_folder,
     write_index,
 )
-from fuselm.train.tokenizer import MIN_VOCAB_SIZE, TextTokenizer, check_round_trip, tokenizer_hash
+from fuselm.train.tokenizer import TextTokenizer, check_round_trip, check_vocab_size, tokenizer_hash
 
 DEFAULT_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 100_000_000
@@ -116,8 +117,11 @@ def prepare(
         raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
     if shard_tokens < 1:
         raise UserError(f"shard_tokens is {shard_tokens}; a shard needs at least 1 token")
-    if tokenizer is None and vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {MIN_VOCAB_SIZE}")
+    if tokenizer is None:
+        check_vocab_size(vocab_size)
+        for name, token in (("eos_token", eos_token), ("bos_token", bos_token)):
+            if token is not None:
+                raise UserError(f"{name} {token!r} names a token of a given tokenizer, but there is none (tokenizer)")
     check_output(output, overwrite=overwrite)
     texts = TextSource(source, text_key=text_key)
     job = _Job(texts, validation_fraction, whole=texts.has_many_documents(), progress=progress)
@@ -302,7 +306,10 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    arguments = tyro.cli(Arguments, args=args)
+    try:
+        arguments = parse_arguments(Arguments, args, "prepare_data.py")
+    except UserError as error:
+        return report(error)
     before = signal.signal(signal.SIGTERM, _terminated)  # so that a polite kill cleans up as Ctrl-C does
     try:
         prepared = prepare(**vars(arguments), progress=sys.stderr.isatty())

@@ -19,6 +19,7 @@ import tyro
 from fuselm.model.generate import IncrementalDecoder, generate_stream
 from fuselm.model.llama import Llama
 from fuselm.train.checkpointing import latest_checkpoint, load_model, step_folder
+from fuselm.train.command_line import parse_arguments
 from fuselm.train.config import config_from_json
 from fuselm.train.errors import UserError, report
 from fuselm.train.tokenizer import TextTokenizer
@@ -58,8 +59,9 @@ def load_run(
         raise UserError(f"run folder {run} has no complete checkpoint")
     if not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} does not exist")
-    if device.type == "cpu":  # whatever it was trained with
-        shape = dataclasses.replace(shape, kernels="eager", attention_backend="fuselm")
+    # Whatever it was trained with: another backend may be missing here, or not take this device.
+    kernels = "eager" if device.type == "cpu" else "auto"
+    shape = dataclasses.replace(shape, kernels=kernels, attention_backend="fuselm")
     with torch.device("meta"):
         model = Llama(shape)
     model.to_empty(device="cpu")
@@ -90,6 +92,10 @@ def sample(
     Raises:
         UserError: the prompt is too long, or a value is out of range.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not UTF-8 text: byte or surrogate at character {error.start}") from error
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids = [*start, *tokenizer.encode(prompt)] or [tokenizer.eos_id]
     limit = model.config.max_seq_len
@@ -152,8 +158,8 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    arguments = tyro.cli(Arguments, args=args)
     try:
+        arguments = parse_arguments(Arguments, args, "sample.py")
         device = _device(arguments.device)
         model, tokenizer = load_run(
             arguments.run,
@@ -189,8 +195,8 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
 

@@ -20,6 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the token that ends a document; the first that a vocabulary holds is taken.
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 MIN_VOCAB_SIZE = 257  # all bytes and the end of text
+MAX_VOCAB_SIZE = 1 << 22  # 16 times the largest in use; the trainer takes memory for all of it at once
 
 
 class TextTokenizer:
@@ -78,8 +79,7 @@ class TextTokenizer:
             texts: the text to learn from. The same texts give the same tokenizer.
             vocab_size: tokens wanted, at least `MIN_VOCAB_SIZE`; a short text gives fewer.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise UserError(f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {MIN_VOCAB_SIZE}")
+        check_vocab_size(vocab_size)
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -112,6 +112,14 @@ class TextTokenizer:
     def to_json(self) -> bytes:
         """The tokenizer.json of this tokenizer."""
         return self._backend.to_str(pretty=True).encode()
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises UserError where no byte-level BPE of this size can be trained."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {MIN_VOCAB_SIZE}")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(f"vocab_size is {vocab_size}; at most {MAX_VOCAB_SIZE} tokens can be trained")
 
 
 def tokenizer_hash(content: bytes) -> str:

@@ -17,17 +17,18 @@ import torch
 
 from fuselm.kernels._triton import select_backend
 from fuselm.kernels.adamw import AdamW
+from fuselm.model.attention_backends import require_attention
 from fuselm.model.llama import Llama, kernel_backend
 from fuselm.train import checkpointing, distributed
 from fuselm.train.config import TrainConfig, resolve, to_json
 from fuselm.train.corpus import prepare_bundled
 from fuselm.train.data_stream import DataStream, TokenDataset
 from fuselm.train.distributed import AgreedError, World
-from fuselm.train.errors import UserError, report
+from fuselm.train.errors import UserError, in_words, report
 from fuselm.train.evaluation import Feed, evaluate, forward_backward
 from fuselm.train.lr_schedule import lr_factor
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
-from fuselm.train.parallelize import build_mesh, materialize, parallelize
+from fuselm.train.parallelize import build_mesh, materialize, parallelize, require_memory
 
 # What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
 _SHAPE = [
@@ -44,6 +45,11 @@ _SHAPE = [
     "tie_embeddings",
     "qk_norm",
 ]
+
+
+_SAVES_MEMORY = (
+    "halve training.micro_batch_size (the global batch can stay), or set parallel.activation_checkpointing to full"
+)
 
 
 class StopSignal:
@@ -96,6 +102,7 @@ class Trainer:
         world.together(self._check_kernels)
         self.dataset, self.training, self.validation = self._open_data()
         checkpoint = self._find_checkpoint()
+        world.together(lambda: require_memory(config.model, world))
         self.model, self.optimizer = build(config, world)
         self.step = 0
         if checkpoint is not None:
@@ -125,9 +132,14 @@ class Trainer:
             select_backend(kernel_backend(self.config.model), self.world.device)
         except RuntimeError as error:
             raise UserError(f"model.kernels is {self.config.model.kernels}: {error}") from error
+        dtype = getattr(torch, self.config.parallel.param_dtype)
+        try:
+            require_attention(self.config.model, self.world.device, dtype, documents=self.config.data.document_mask)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"model.{error}") from error
 
-    def _open_data(self) -> tuple[TokenDataset, Feed, Feed]:
-        """The training split, and how this rank reads the training and the validation split."""
+    def _open_data(self) -> tuple[TokenDataset, Feed, Feed | None]:
+        """The training split, and how this rank reads the training and the validation split, if that is wanted."""
         config, world = self.config, self.world
         path = config.data.path
         if path is None:
@@ -147,14 +159,15 @@ class Trainer:
             )
             return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
 
-        def open_both() -> tuple[TokenDataset, Feed, Feed]:
-            training, validation = TokenDataset.open(path, "train"), TokenDataset.open(path, "validation")
+        def open_both() -> tuple[TokenDataset, Feed, Feed | None]:
+            training = TokenDataset.open(path, "train")
+            validation = TokenDataset.open(path, "validation") if config.evaluation.batches else None
             if training.vocab_size > config.model.vocab_size:
                 raise UserError(
                     f"the data in {path} has a vocabulary of {training.vocab_size}, but model.vocab_size is "
                     f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
                 )
-            return training, feed(training, True), feed(validation, False)
+            return training, feed(training, True), None if validation is None else feed(validation, False)
 
         return world.together(open_both)
 
@@ -224,7 +237,7 @@ class Trainer:
             checkpointing.write_atomically(self.run / "config.json", to_json(self.config))
             shutil.copyfile(self.dataset.tokenizer_path, self.run / "tokenizer.json")
         except OSError as error:
-            raise UserError(f"the run folder {self.run} cannot be written: {error.strerror}") from error
+            raise UserError(f"the run folder {self.run} cannot be written: {in_words(error)}") from error
         return moved
 
     def _require_space(self, there: int) -> None:
@@ -356,7 +369,7 @@ class Trainer:
             )
 
     def _validate(self) -> None:
-        if self.config.evaluation.batches:
+        if self.validation is not None:
             self._read_pending()
             loss, tokens = evaluate(self.model, self.validation, self.config.evaluation.batches)
             self.reporter.validation(self.step, loss, tokens)
@@ -444,5 +457,12 @@ def run(config: TrainConfig) -> int:
     except UserError as error:
         # This rank alone met it: the others wait in a collective and end with the job.
         distributed.abandon(error)
+    except OSError as error:  # a full disk, a folder that went away
+        distributed.abandon(UserError(f"reading or writing failed: {in_words(error)}"))
+    except (RuntimeError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in first:
+            raise
+        distributed.abandon(UserError(f"out of memory on rank {world.rank} ({first}): {_SAVES_MEMORY}"))
     distributed.stop(world)
     return 0 if failure is None else report(failure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,12 @@ def test_flops_by_hand():
         ({"dim": 66}, "dim=66 does not divide by num_heads=4"),
         ({"head_dim": 15}, "head_dim=15"),
         ({"vocab_size": 0}, "vocab_size=0"),
+        ({"vocab_size": 10**20}, "vocab_size=1000.*from 1 to 2147483647"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf"),
         ({"attention_backend": "flash"}, "attention_backend='flash'"),
         ({"kernels": "cuda"}, "kernels='cuda'"),
         ({"num_layer": 3}, "unknown field 'num_layer' of LlamaConfig, did you mean 'num_layers'"),
@@ -77,3 +85,9 @@ def test_an_unknown_preset_gets_the_nearest_name():
 def test_bad_rope_scaling():
     with pytest.raises(ValueError, match="low_freq_factor=4"):
         RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for value in (float("nan"), float("inf"), 0.0):
+            with pytest.raises(ValueError, match=f"{name}={value}"):
+                replace(RopeScaling(), **{name: value})
+    with pytest.raises(ValueError, match="original_max_seq_len=0"):
+        RopeScaling(original_max_seq_len=0)

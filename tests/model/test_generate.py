@@ -161,6 +161,7 @@ def test_forbidden_tokens_are_never_drawn() -> None:
         ({"tokens": torch.zeros(2, 0, dtype=torch.long)}, r"tokens has shape \(2, 0\): expected at least one row"),
         ({"tokens": torch.tensor([[3, VOCAB]])}, f"ids from 3 to {VOCAB}: expected 0 to {VOCAB - 1}"),
         ({"tokens": torch.tensor([[3, -1]])}, "ids from -1 to 3"),
+        ({"seed": 2**64}, "seed=18446744073709551616: expected"),
         ({"seed": 1, "generator": torch.Generator()}, "seed=1 and generator exclude each other"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fuselm.model.attention_backends import require_attention
 from fuselm.model.config import LlamaConfig
 from fuselm.model.kv_cache import KVCache
 from fuselm.model.llama import Llama, document_positions, initial_value
@@ -200,6 +201,12 @@ def test_bad_tokens_are_named(tokens):
 def test_flash_attn_without_the_package_says_what_to_install():
     with pytest.raises(ImportError, match="needs the flash-attn package"):
         Llama(_config(attention_backend="flash_attn")).to(DEVICE)(_tokens())
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_cudnn_says_what_it_takes(device, dtype):
+    with pytest.raises(ValueError, match=r"attention_backend='cudnn' takes bfloat16 or float16 on an NVIDIA GPU, not"):
+        require_attention(_config(attention_backend="cudnn"), torch.device(device), dtype, documents=False)
 
 
 def test_documents_need_a_backend_with_document_masks():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import resource
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 
@@ -97,19 +101,21 @@ def test_activation_checkpointing_and_compile_leave_no_trace_in_names(make_confi
     load_model(folder, Llama(config.model))
 
 
-def test_the_newest_complete_one_is_found_with_a_warning(trained, tmp_path):
+def test_the_newest_complete_one_is_found_with_a_warning(trained, tmp_path, capsys):
     *_, save = trained
     first, second = save(1), save(2)
     assert latest_checkpoint(tmp_path) == second
     (second / ".metadata").unlink()
-    with pytest.warns(UserWarning, match=r"step_00000002.*\.metadata is missing"):
-        assert latest_checkpoint(tmp_path) == first
+    assert latest_checkpoint(tmp_path) == first
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ") and said.count("\n") == 1
+    assert re.search(r"step_00000002.*\.metadata is missing", said)
     (first / "manifest.json").unlink()
-    with pytest.warns(UserWarning):
-        assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path) is None
+    assert capsys.readouterr().err.count("warning: ") == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbled manifest", "no manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "garbled manifest", "no manifest", "no sizes"])
 def test_incomplete_ones_are_named_errors(trained, world, damage):
     config, model, optimizer, save = trained
     folder = save(1)
@@ -118,6 +124,8 @@ def test_incomplete_ones_are_named_errors(trained, world, damage):
         path.write_bytes(path.read_bytes()[:-10])
     elif damage == "garbled manifest":
         (folder / "manifest.json").write_text('{"step": 1, "files"')
+    elif damage == "no sizes":
+        (folder / "manifest.json").write_text('{"step": 1, "files": {"__0_0.distcp": 3}}')
     else:
         (folder / "manifest.json").unlink()
     with pytest.raises(UserError, match="not a complete checkpoint"):
@@ -186,6 +194,30 @@ def test_a_save_that_fails_deletes_nothing(trained, tmp_path, monkeypatch):
         save(2, keep=1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [first.name]
     verify(first)
+
+
+def test_what_dcp_itself_refuses_is_a_user_error(trained, world, tmp_path):
+    """torch.distributed.checkpoint raises CheckpointException, which `except Exception` does not catch."""
+    config, _, _, save = trained
+    folder = save(1)
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, ffn_dim=64))
+    with pytest.raises(UserError, match=r"does not fit this model: .*[Ss]ize mismatch"):
+        load_model(folder, Llama(wider.model))
+    with pytest.raises(UserError, match=r"does not fit this model: .*[Ss]ize mismatch"):
+        load_checkpoint(folder, *build(wider, world), world=world)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # as a full disk: the write fails in the middle of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limit[1]))
+        with pytest.raises(
+            UserError, match=r"checkpoint of step 2 could not be written.*writing failed.* needed, .* free"
+        ):
+            save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [folder.name]
+    verify(folder)
 
 
 def test_too_little_space_is_refused_with_the_numbers(trained, tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 
 import pytest
 
@@ -102,6 +104,32 @@ def test_contradictions_are_refused_with_their_numbers(overrides, parts):
         assert part in str(error.value)
 
 
+NUMBERS = {
+    f"{section.name}.{entry.name}": entry.type
+    for section in dataclasses.fields(TrainConfig)
+    if dataclasses.is_dataclass(getattr(PRESETS["debug"](), section.name))
+    for entry in dataclasses.fields(getattr(PRESETS["debug"](), section.name))
+    if re.search(r"\b(int|float)\b", str(entry.type)) and section.name != "model"
+}
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS.keys() - {"training.seed"}))
+def test_no_number_goes_unchecked(name):
+    """Each number of the configuration refuses -1, and each float NaN, naming itself; LlamaConfig has its own tests."""
+    section, _, field = name.partition(".")
+    for value in (-1, *([math.nan] if "float" in str(NUMBERS[name]) else [])):
+        config = PRESETS["debug"]()
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        with pytest.raises(UserError, match=rf"{name} is {value}: it must be "):
+            resolve(dataclasses.replace(config, **{section: changed}), ranks=1)
+
+
+@pytest.mark.parametrize("name", ["..", ".", " ", "a/b", "/a", "a\0b", "x" * 201, "é" * 101, "data"])
+def test_names_that_are_no_folder_of_a_run(name):
+    with pytest.raises(UserError, match=r"^name "):
+        resolve(dataclasses.replace(PRESETS["debug"](), name=name), ranks=1)
+
+
 def test_global_batch_follows_the_ranks_when_it_is_0():
     assert resolve(PRESETS["llama3_1b"](), ranks=8).training.global_batch_size == 32
 
@@ -115,6 +143,24 @@ def test_an_unreadable_config_is_a_user_error(tmp_path):
     (tmp_path / "config.json").write_text('{"optimiser": {}}')
     with pytest.raises(UserError, match="did you mean optimizer"):
         config_from_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": None}, "field model is None: it must be a section"),
+        ({"model": {"dim": "64"}}, "field model.dim is '64': it must be a whole number"),
+        ({"model": {"tie_embeddings": 1}}, "field model.tie_embeddings is 1: it must be True or False"),
+        ({"model": {"kernels": "cuda"}}, "field model.kernels is 'cuda': it must be one of auto, triton, eager"),
+        ({"training": [1]}, r"field training is \[1\]: it must be a section"),
+        ({"training": {"steps": 1.5}}, "field training.steps is 1.5: it must be a whole number"),
+        ({"optimizer": {"lr": "fast"}}, "field optimizer.lr is 'fast': it must be a number"),
+        ({"data": {"path": 3}}, "field data.path is 3: it must be a path or None"),
+    ],
+)
+def test_values_of_another_type_are_named(values, message):
+    with pytest.raises(UserError, match=message):
+        from_dict(TrainConfig, values)
 
 
 def test_help_names_every_option_and_preset(capsys):

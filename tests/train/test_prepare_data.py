@@ -415,35 +415,6 @@ def test_space_is_checked_first(source: Path, out: Path, monkeypatch: pytest.Mon
     assert_nothing_written(out)
 
 
-@pytest.mark.parametrize(
-    ("files", "options", "message"),
-    [
-        (None, [], "source {source} does not exist"),
-        ({"a.md": "text"}, [], "source {source} holds no text: expected files ending in .txt, .jsonl"),
-        ({"a.txt": "", "b.txt": ""}, [], "source {source} holds no text: all 2 documents are empty"),
-        ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, [], "a.jsonl:2 is not a JSON line"),
-        ({"a.jsonl": '{"body": "x"}\n'}, [], 'a.jsonl:1 has no string under the key "text"'),
-        ({"a.jsonl": '["x"]\n'}, [], 'a.jsonl:1 has no string under the key "text"'),
-        ({"a.jsonl": '{"text": "a\\ud800"}\n'}, [], "a.jsonl:1 holds half of a surrogate pair at character 1"),
-        ({"a.txt": "x"}, ["--vocab-size", "256"], "vocab_size is 256; a byte-level vocabulary needs at least 257"),
-        ({"a.txt": "x"}, ["--validation-fraction", "1"], "validation_fraction is 1.0"),
-        ({"a.txt": "x"}, ["--shard-tokens", "0"], "shard_tokens is 0"),
-        ({"a.txt": "x"}, ["--tokenizer", "/nowhere/t.json"], "tokenizer /nowhere/t.json does not exist"),
-        ({"a.txt": "x", "t.json": "{}"}, ["--tokenizer", "{source}/t.json"], "t.json cannot be read"),
-    ],
-)
-def test_bad_input_is_one_line(files, options, message, tmp_path: Path, out: Path, capfd) -> None:
-    source = tmp_path / "source"
-    if files is not None:
-        write_source(source, files)
-    options = [option.format(source=source) for option in options]
-    assert main([str(source), str(out), *options]) == 2
-    output, errors = capfd.readouterr()
-    assert message.format(source=source) in errors and errors.startswith("error: ") and errors.count("\n") == 1
-    assert output == ""
-    assert_nothing_written(out)
-
-
 def test_where_a_file_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "READ_BYTES", 4)
     (tmp_path / "a.txt").write_bytes("é€\N{GRINNING FACE}abc".encode() + b"\xe2\x82" + b"\xff")

@@ -124,6 +124,14 @@ def test_model_trained_with_other_kernels_runs_on_a_cpu(run: Path, tmp_path: Pat
         (lambda run: None, ["--top-p", "2"], "top_p=2.0: expected above 0"),
         (lambda run: None, ["--max-tokens", "-1"], "max_new_tokens=-1"),
         (lambda run: None, ["--device", "gpu0"], "device 'gpu0' cannot be used"),
+        (lambda run: None, ["--device", "meta"], "device 'meta' cannot be used"),
+        (lambda run: None, ["--promt", "x"], "unknown option --promt (did you mean --prompt?)"),
+        (lambda run: None, ["--top-k", "many"], "--top-k wants a whole number or None, got 'many'"),
+        (lambda run: None, ["--temperature"], "--temperature wants a number, got nothing"),
+        (lambda run: None, ["more"], "unexpected argument 'more'"),
+        (lambda run: None, ["--seed", str(2**64)], "seed=18446744073709551616: expected"),
+        (lambda run: None, ["--prompt", "a\udcff"], "the prompt is not UTF-8 text"),
+        (lambda run: (run / "config.json").write_text('{"model": null}'), [], "field model is None"),
         (
             lambda run: (run / "tokenizer.json").write_bytes(
                 TextTokenizer.train([TEXT * 9 + str([*range(99)])], 330).to_json()

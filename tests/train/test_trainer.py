@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fuselm.model.llama import Llama
-from fuselm.train import evaluation, pretrain
+from fuselm.train import distributed, evaluation, pretrain
 from fuselm.train.checkpointing import checkpoints_of, latest_checkpoint
 from fuselm.train.config import config_from_json, resolve
 from fuselm.train.data_stream import Batch
@@ -138,6 +138,7 @@ def test_validation_on_the_training_batch_is_the_training_loss(make_config, worl
 
 def test_validation_takes_no_more_than_an_epoch(make_config, world, tmp_path):
     run = Trainer(resolve(make_config(tmp_path), 1), world, StopSignal())
+    assert run.validation is not None
     available = run.validation.stream.sequences_per_epoch // 8
     _, count = evaluate(run.model, run.validation, batches=10**6)
     assert count == max(available, 1) * 8 * 32
@@ -266,6 +267,13 @@ BAD_INPUT = {
     "no gpu": (["--parallel.device", "cuda"], ["no GPU"]),
     "space": ([], ["needs", "MiB"]),
     "runs is a file": (["--runs", "FILE"], ["FILE"]),
+    "run is a file": (["--name", "FILE"], ["FILE", "cannot be written"]),
+    "cudnn on a CPU": (["--model.attention_backend", "cudnn", "--parallel.device", "cpu"], ["model.attention_backend"]),
+    "no flash-attn": (["--model.attention_backend", "flash_attn"], ["flash-attn"]),
+    "mask and sdpa": (["--model.attention_backend", "sdpa", "--data.document_mask", "True"], ["data.document_mask"]),
+    "memory": (["--model.vocab_size", "2000000000", "--model.dim", "65536"], ["131,0", "billion", "GiB"]),
+    "NaN": (["--optimizer.lr", "nan"], ["optimizer.lr is nan"]),
+    "no place to resume": (["--checkpoint.resume", ""], ["checkpoint.resume is empty"]),
 }
 
 
@@ -287,12 +295,64 @@ def test_bad_input_is_one_line_and_leaves_nothing(pretrain_main, tiny_data, tmp_
     if name == "runs is a file":
         (tmp_path / "FILE").write_text("")
         arguments[-1] = str(tmp_path / "FILE")
+    if name == "run is a file":
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "FILE").write_text("")
     code, out, err = pretrain_main(*arguments)
     assert code == 2
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in out + err
     for part in parts:
         assert part in err
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_no_validation_needs_no_validation_split(pretrain_main, tiny_data, tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("a few words\n" * 400)
+    prepare(source, tmp_path / "tokens", tokenizer=tiny_data / "tokenizer.json", validation_fraction=0.0)
+    code, _, err = pretrain_main("--data.path", str(tmp_path / "tokens"))
+    assert code == 2 and "the validation split" in err and "is empty" in err
+    code, out, err = pretrain_main("--data.path", str(tmp_path / "tokens"), "--evaluation.batches", "0")
+    assert (code, err) == (0, "") and "validation loss" not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (OSError(28, "No space left on device", "runs/x"), ["No space left on device", "runs/x"]),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore."), ["out of memory", "2 GiB"]),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), ["out of memory", "micro_batch_size"]),
+    ],
+)
+def test_what_the_machine_refuses_in_mid_run_is_one_line(pretrain_main, monkeypatch, capsys, error, parts):
+    def fails(*args, **kwargs):
+        raise error
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(Trainer, "_train_step", fails)
+    monkeypatch.setattr("os._exit", leave)
+    try:
+        with pytest.raises(SystemExit) as done:
+            pretrain_main()
+    finally:
+        distributed.stop(distributed.World(0, 0, 1, torch.device("cpu")))
+    err = capsys.readouterr().err
+    assert done.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert all(part in err for part in parts)
+
+
+def test_our_own_bugs_keep_their_traceback(pretrain_main, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(Trainer, "_train_step", fails)
+    try:
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            pretrain_main()
+    finally:
+        distributed.stop(distributed.World(0, 0, 1, torch.device("cpu")))
 
 
 def test_another_data_order_or_model_is_refused_on_resume(pretrain_main, tmp_path):
