@@ -36,21 +36,29 @@ RUNS = {
     "one_selective": (1, 4, "float32", None),
     "one_compiled": (1, 4, "float32", None),
 }
+# The same of a model whose 5 and 11 rows do not divide by the ranks; of 5 rows the fourth rank has none.
+UNEVEN = {
+    "uneven_one": (1, 8, "float32", None),
+    "uneven_four": (4, 2, "float32", None),
+    "uneven_four_again": (4, 2, "float32", "uneven_four"),
+    "uneven_one_from_four": (1, 4, "float32", "uneven_four"),
+}
 
 
 @pytest.fixture(scope="module")
 def runs(make_config, launch, tmp_path_factory):
-    """Every run of RUNS, trained; the folder of all."""
+    """Every run of RUNS and UNEVEN, trained; the folder of all."""
+    every = RUNS | UNEVEN
     folder = tmp_path_factory.mktemp("runs")
     for names in (
-        [n for n, (count, *_, resume) in RUNS.items() if count == 1 and resume is None],
-        [n for n, (count, *_) in RUNS.items() if count == 2],
-        [n for n, (count, *_) in RUNS.items() if count == 4],
-        ["one_from_four"],
+        [n for n, (count, *_, resume) in every.items() if count == 1 and resume is None],
+        [n for n, (count, *_) in every.items() if count == 2],
+        [n for n, (count, *_) in every.items() if count == 4],
+        ["one_from_four", "uneven_one_from_four"],
     ):
         files = []
         for name in names:
-            _, micro_batch_size, dtype, resume = RUNS[name]
+            _, micro_batch_size, dtype, resume = every[name]
             config = make_config(
                 folder,
                 training__micro_batch_size=micro_batch_size,
@@ -60,9 +68,12 @@ def runs(make_config, launch, tmp_path_factory):
             changes = {"one_selective": {"activation_checkpointing": "selective"}, "one_compiled": {"compile": True}}
             parallel = dataclasses.replace(config.parallel, **changes.get(name, {}))
             config = dataclasses.replace(config, parallel=parallel)
+            if name in UNEVEN:
+                model = dataclasses.replace(config.model, dim=5, head_dim=16, ffn_dim=11)
+                config = dataclasses.replace(config, model=model)
             (folder / f"{name}.json").write_text(to_json(dataclasses.replace(config, name=name)))
             files.append(str(folder / f"{name}.json"))
-        for code, _, errors in launch([str(HERE / "run_configs.py"), *files], RUNS[names[0]][0]).wait():
+        for code, _, errors in launch([str(HERE / "run_configs.py"), *files], every[names[0]][0]).wait():
             assert code == 0, errors
     return folder
 
@@ -86,6 +97,15 @@ def test_resume_goes_on_with_the_unbroken_losses(runs, losses_of, name):
 def test_resume_on_the_same_number_is_exact(runs, losses_of):
     resumed, unbroken = losses_of(runs / "two_from_two"), losses_of(runs / "two")
     assert resumed == {step: unbroken[step] for step in (4, 5, 6)}
+
+
+def test_shards_of_unequal_numbers_of_rows_and_of_none(runs, losses_of):
+    one, four = losses_of(runs / "uneven_one"), losses_of(runs / "uneven_four")
+    assert list(one) == [1, 2, 3, 4, 5, 6] and one[6] < one[1]
+    assert four == pytest.approx(one, rel=1e-6)
+    assert losses_of(runs / "uneven_four_again") == {step: four[step] for step in (4, 5, 6)}
+    resumed = losses_of(runs / "uneven_one_from_four")
+    assert resumed == pytest.approx({step: one[step] for step in (4, 5, 6)}, rel=1e-6)
 
 
 def test_validation_agrees_too(runs):
