@@ -197,10 +197,13 @@ class Llama(nn.Module):
             vocab_size).
 
         Raises:
+            TypeError: tokens are not int64 or int32.
             ValueError: tokens are not (batch, seq), or longer than max_seq_len with what the cache holds.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}: expected (batch, seq)")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"tokens has dtype {tokens.dtype}: expected int64 or int32 token ids")
         batch, seq = tokens.shape
         start = 0 if cache is None else cache.length
         if start + seq > self.config.max_seq_len:

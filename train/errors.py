@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
@@ -12,6 +13,18 @@ class UserError(Exception):
     Entry points catch it, print it through `report`, and exit with its return value. Anything else is a bug of ours and
     keeps its traceback.
     """
+
+
+def end_on_interrupt() -> None:
+    """While modules load and nothing is written yet, Ctrl-C ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_on_interrupt() -> None:
+    """Undo `end_on_interrupt`: from here on Ctrl-C is a KeyboardInterrupt, so that what was begun can be undone."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def warn(text: str) -> None:

@@ -230,6 +230,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     entries = read_metrics(metrics)
     training = [(e["step"], e["loss"]) for e in entries if e.get("loss") is not None]
@@ -247,6 +248,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
         label = f"validation (last {validation[-1][1]:.3f})"
         axes.plot(*zip(*validation, strict=True), color="#c0392b", marker="o", markersize=4, label=label)
     axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(image.parent.name)
     axes.grid(alpha=0.3)

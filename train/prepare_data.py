@@ -20,6 +20,11 @@ from typing import Annotated, Any, NoReturn
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import numpy as np
 import tyro
 from rich.console import Console
@@ -27,7 +32,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from fuselm.train.command_line import parse_arguments
 from fuselm.train.documents import Document, Piece, TextSource, split_document
-from fuselm.train.errors import UserError, report
 from fuselm.train.shards import (
     TOKENIZER_FILE,
     SplitIndex,
@@ -306,6 +310,7 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
+    raise_on_interrupt()
     try:
         arguments = parse_arguments(Arguments, args, "prepare_data.py")
     except UserError as error:

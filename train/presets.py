@@ -23,7 +23,7 @@ from fuselm.train.lr_schedule import ScheduleConfig
 
 
 def debug() -> TrainConfig:
-    """A model of 0.1 M parameters: seconds, to see that everything works."""
+    """A model of 0.2 M parameters: seconds, to see that everything works."""
     return TrainConfig(
         preset="debug",
         model=LlamaConfig.from_preset("debug"),

@@ -15,8 +15,12 @@ from pathlib import Path
 if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from fuselm.train.config import parse_command_line
-from fuselm.train.errors import UserError, report
 from fuselm.train.presets import PRESETS
 
 
@@ -26,9 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse_command_line(sys.argv[1:] if arguments is None else arguments, PRESETS, __doc__ or "")
     except UserError as error:
         return report(error)
+    end_on_interrupt()
     from fuselm.train.trainer import run  # after parsing, so that --help and mistakes answer at once
 
-    return run(config)
+    raise_on_interrupt()
+    try:
+        return run(config)
+    except KeyboardInterrupt:  # before the run handles signals itself
+        report("interrupted; nothing was written")
+        return 130
 
 
 if __name__ == "__main__":

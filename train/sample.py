@@ -13,6 +13,11 @@ from typing import Annotated
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import torch
 import tyro
 
@@ -21,7 +26,6 @@ from fuselm.model.llama import Llama
 from fuselm.train.checkpointing import latest_checkpoint, load_model, step_folder
 from fuselm.train.command_line import parse_arguments
 from fuselm.train.config import config_from_json
-from fuselm.train.errors import UserError, report
 from fuselm.train.tokenizer import TextTokenizer
 
 
@@ -158,6 +162,7 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
+    raise_on_interrupt()
     try:
         arguments = parse_arguments(Arguments, args, "sample.py")
         device = _device(arguments.device)

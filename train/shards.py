@@ -315,6 +315,27 @@ def _lock(path: Path, *, block: bool) -> int | None:
     return handle
 
 
+def hold(path: Path) -> int | None:
+    """Takes the lock of an existing folder for as long as the returned descriptor stays open.
+
+    Returns:
+        The descriptor; None where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock of an existing file or folder, waiting for it; nothing where the file system has no locks."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import signal
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from types import FrameType
@@ -29,6 +31,7 @@ from fuselm.train.evaluation import Feed, evaluate, forward_backward
 from fuselm.train.lr_schedule import lr_factor
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
 from fuselm.train.parallelize import build_mesh, materialize, parallelize, require_memory
+from fuselm.train.shards import hold
 
 # What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
 _SHAPE = [
@@ -98,6 +101,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World, stop: StopSignal) -> None:
         self.config, self.world, self.stop = config, world, stop
+        self.lock: weakref.finalize[..., Any] | None = None
         self.run = config.run_folder
         world.together(self._check_kernels)
         self.dataset, self.training, self.validation = self._open_data()
@@ -224,6 +228,8 @@ class Trainer:
         goes_on = checkpoint is not None and checkpoint.parent.parent == self.run
         moved = None
         try:
+            if self.run.is_dir():
+                self._hold()
             if self.config.checkpoint.save:
                 self._require_space(len(checkpointing.checkpoints_of(self.run)) if goes_on else 0)
             if not goes_on and (self.run / "metrics.jsonl").exists():
@@ -232,13 +238,33 @@ class Trainer:
                     number += 1
                 self.run.rename(aside)
                 moved = str(aside)
+                self.release()
             self.run.mkdir(parents=True, exist_ok=True)
+            self._hold()
             checkpointing.clean(self.run)
             checkpointing.write_atomically(self.run / "config.json", to_json(self.config))
             shutil.copyfile(self.dataset.tokenizer_path, self.run / "tokenizer.json")
         except OSError as error:
             raise UserError(f"the run folder {self.run} cannot be written: {in_words(error)}") from error
         return moved
+
+    def _hold(self) -> None:
+        """Lock the run folder while this run lives, so that no two write to it."""
+        if self.lock is not None:
+            return
+        try:
+            handle = hold(self.run)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is training in {self.run}: wait for it, or give this run another --name"
+            ) from error
+        self.lock = None if handle is None else weakref.finalize(self, os.close, handle)
+
+    def release(self) -> None:
+        """Give the run folder's lock back; safe to call twice."""
+        if self.lock is not None:
+            self.lock()
+            self.lock = None
 
     def _require_space(self, there: int) -> None:
         """For the checkpoints that the run will hold at most, beside those that are there."""
@@ -292,6 +318,7 @@ class Trainer:
             self.reporter.plot()
         finally:
             self.reporter.close()
+            self.release()
         self._conclude()
 
     def _train_step(self) -> None:

@@ -198,6 +198,12 @@ def test_bad_tokens_are_named(tokens):
         Llama(_config())(tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_tokens_of_another_dtype_are_named(dtype):
+    with pytest.raises(TypeError, match=f"tokens has dtype {dtype}: expected int64 or int32"):
+        Llama(_config())(torch.zeros(1, 4, dtype=dtype))
+
+
 def test_flash_attn_without_the_package_says_what_to_install():
     with pytest.raises(ImportError, match="needs the flash-attn package"):
         Llama(_config(attention_backend="flash_attn")).to(DEVICE)(_tokens())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fuselm.train.evaluation import Feed, evaluate, forward_backward, loss_sum
 from fuselm.train.metrics import read_metrics
 from fuselm.train.parallelize import materialize
 from fuselm.train.prepare_data import prepare
+from fuselm.train.shards import hold
 from fuselm.train.trainer import StopSignal, Trainer, build
 
 IGNORE = evaluation.IGNORE_INDEX
@@ -362,6 +364,20 @@ def test_another_data_order_or_model_is_refused_on_resume(pretrain_main, tmp_pat
         code, _, err = pretrain_main(option, value, "--training.steps", "6")
         assert code == 2 and option[2:] in err and value in err
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(pretrain_main, tmp_path):
+    assert pretrain_main()[0] == 0
+    run = tmp_path / "runs" / "run"
+    handle = hold(run)
+    assert handle is not None
+    before = (run / "metrics.jsonl").read_bytes()
+    for resume in ("auto", "never"):
+        code, _, err = pretrain_main("--training.steps", "6", "--checkpoint.resume", resume)
+        assert code == 2 and "another process is training in" in err and err.count("\n") == 1
+    assert (run / "metrics.jsonl").read_bytes() == before and not (tmp_path / "runs" / "run.1").exists()
+    os.close(handle)
+    assert pretrain_main("--training.steps", "6")[0] == 0
 
 
 def test_branching_off_needs_another_name(pretrain_main, tmp_path):
