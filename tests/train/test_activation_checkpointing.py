@@ -1,0 +1,47 @@
+"""Recomputing blocks in the backward pass: the same gradients, and what "selective" keeps is not computed again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuselm.model.config import LlamaConfig
+from fuselm.model.llama import Llama
+from fuselm.train.parallelize import apply_activation_checkpointing
+
+LAYERS = 2
+
+
+class Count(TorchDispatchMode):
+    """How often each op ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition(".")[0]
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "attentions"), [("full", 2 * LAYERS), ("selective", LAYERS)])
+def test_gradients_are_the_same_and_attention_runs_as_often_as_it_says(mode, attentions, device):
+    config = LlamaConfig.from_preset(
+        "debug", vocab_size=97, dim=32, num_layers=LAYERS, num_heads=2, num_kv_heads=1, ffn_dim=48, kernels="triton"
+    )
+    tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    results = []
+    for chosen in ("none", mode):
+        model = Llama(config).to(device)
+        if chosen != "none":
+            apply_activation_checkpointing(model, chosen)
+        with Count() as count:
+            loss = model(tokens, tokens)
+            loss.backward()
+        assert count.calls["fuselm::attention_forward"] == (LAYERS if chosen == "none" else attentions)
+        assert count.calls["fuselm::attention_backward"] == LAYERS
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
