@@ -342,6 +342,11 @@ def _score_scales(scale: float, softcap: float) -> tuple[float, float]:
     return (scale / softcap, softcap * _LOG2E) if softcap else (scale * _LOG2E, 1.0)
 
 
+def _clamped(window: int, keys: int) -> int:
+    """A window of more than all keys as one of all keys, so that positions plus the window stay within int32."""
+    return min(window, max(keys, 1))
+
+
 def _options(
     q: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, window: int, softcap: float
 ) -> dict[str, object]:
@@ -385,6 +390,7 @@ def portable_forward(
         (out like q, contiguous; lse2 (batch, heads, queries) fp32, base 2).
     """
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
+    window = _clamped(window, k.shape[1])
     batch, queries, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
@@ -434,6 +440,7 @@ def portable_backward(
     lse2 = lse2.contiguous()
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
+    window = _clamped(window, keys)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse2)
     profile = device_profile(q.device)

@@ -110,7 +110,7 @@ def test_grouped_heads(heads, device, generator):
 
 
 @pytest.mark.parametrize("lengths", [(70, 70), (40, 70), (70, 40)])
-@pytest.mark.parametrize("window", [1, 16, 33, 1000])
+@pytest.mark.parametrize("window", [1, 16, 33, 1000, 2**31 - 1])
 def test_sliding_window(window, lengths, device, generator):
     check({"lengths": lengths, "head_dim": 16, "window": window}, torch.float32, device, generator)
 
