@@ -24,28 +24,14 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def _commands() -> list:
-    found = []
-    for page in PAGES:
-        for block in _blocks(page, "bash"):
-            for line in block.replace("\\\n", " ").splitlines():
-                command = line.split("  #")[0].strip()
-                if command and not command.startswith("#"):
-                    found.append(pytest.param(command, id=f"{page.stem}: {command}"))
-    assert found
-    return found
+def _commands(page: Path) -> list[str]:
+    lines = [line for block in _blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    commands = [line.split("  #")[0].strip() for line in lines]
+    return [command for command in commands if command and not command.startswith("#")]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.stem)
-def test_python_examples_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(_blocks(page, "python")), str(page), "exec"), {"__name__": "example"})
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder that looks like a clone, so that runs land here, with a short debug run to sample from."""
-    folder = tmp_path_factory.mktemp("clone")
+def _clone(folder: Path) -> Path:
+    """Makes `folder` look like a clone, with some text to prepare, so that runs land in it."""
     for name in ("src", "kernels", "model", "train", "benchmarks", "tests", "Makefile", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     texts = folder / "my_texts"
@@ -53,8 +39,16 @@ def workplace(tmp_path_factory) -> Path:
     lines = "".join(f"Line {i}: the quick brown fox jumps over dog {i * i}.\n\tAnd once more.\n" for i in range(3000))
     (texts / "one.txt").write_text(lines)
     (texts / "two.txt").write_text(lines[::-1])
-    _run(f"{shlex.quote(sys.executable)} train/pretrain.py --preset debug --name demo --training.steps 2", folder)
     return folder
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.stem)
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(_clone(tmp_path))
+    code = "\n".join(_blocks(page, "python"))
+    if "my_data" in code:
+        _run("python train/prepare_data.py my_texts my_data --vocab-size 1024", tmp_path)
+    exec(compile(code, str(page), "exec"), {"__name__": "example"})
 
 
 def _run(command: str, folder: Path) -> None:
@@ -80,8 +74,18 @@ def _pretrain_arguments(words: list[str]) -> list[str] | None:
     return words[scripts[0] + 1 :] if scripts else None
 
 
-@pytest.mark.parametrize("command", _commands())
-def test_shell_commands(command, workplace):
+@pytest.mark.parametrize("page", [p for p in PAGES if _commands(p)], ids=lambda p: p.stem)
+def test_shell_commands(page, tmp_path):
+    """In their order, as a reader of the page would type them."""
+    folder = _clone(tmp_path)
+    commands = _commands(page)
+    if any("runs/demo" in command for command in commands):  # what `make demo` leaves behind, in short
+        _run("python train/pretrain.py --preset debug --name demo --training.steps 2", folder)
+    for command in commands:
+        _check(command, folder)
+
+
+def _check(command: str, workplace: Path) -> None:
     words = shlex.split(command)
     arguments = _pretrain_arguments(words)
     if words[0] == "git":
