@@ -240,7 +240,8 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
     if global_batch_size % together:
         raise UserError(
             f"training.global_batch_size {global_batch_size} does not divide by {ranks} ranks x "
-            f"training.micro_batch_size {training.micro_batch_size} = {together}"
+            f"training.micro_batch_size {training.micro_batch_size} = {together}: give a "
+            f"multiple of it, or 0 for {together}"
         )
     name = config.name or config.preset
     if Path(name).name != name or not name.strip() or name in (".", "..") or "\0" in name:

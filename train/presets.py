@@ -27,7 +27,7 @@ def debug() -> TrainConfig:
     return TrainConfig(
         preset="debug",
         model=LlamaConfig.from_preset("debug"),
-        training=TrainingConfig(steps=20, seq_len=128, global_batch_size=4, micro_batch_size=4),
+        training=TrainingConfig(steps=20, seq_len=128, global_batch_size=0, micro_batch_size=4),
         optimizer=OptimizerConfig(lr=3e-3),
         schedule=ScheduleConfig(warmup_steps=2),
         evaluation=EvaluationConfig(every=10, batches=2),
