@@ -187,6 +187,7 @@ def test_torchrun_starts_the_script_and_a_user_error_is_one_line(tiny_data, tmp_
     assert bad.returncode != 0
     ours = [line for line in bad.stderr.splitlines() if line.startswith("error: ")]
     assert ours == [
-        "error: training.global_batch_size 5 does not divide by 2 ranks x training.micro_batch_size 1 = 2",
+        "error: training.global_batch_size 5 does not divide by 2 ranks x training.micro_batch_size 1 = 2: "
+        "give a multiple of it, or 0 for 2",
     ]
     assert "exitcode  : 2" in bad.stderr
