@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,9 @@ class Arguments:
 
     label: str = ""
     """Appended to the result file's name."""
+
+    note: str = ""
+    """A sentence for the report: what is different about these runs."""
 
     extra: str = ""
     """More options for pretrain.py, separated by spaces."""
@@ -139,6 +143,17 @@ def largest_difference(runs: list[dict[str, Any]]) -> float | None:
     return max(differences) if differences else None
 
 
+def command_line(arguments: list[str]) -> str:
+    """The command to repeat a measurement, without the folders of the machine that it ran on."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word in ("--output", "--runs"):
+            next(words, None)
+        elif not word.startswith(("--output=", "--runs=")):
+            kept.append(shlex.quote(word))
+    return " ".join(["python benchmarks/bench_step.py", *kept])
+
+
 def main() -> None:
     """Runs the comparison and writes the result files."""
     arguments = tyro.cli(Arguments)
@@ -148,7 +163,8 @@ def main() -> None:
         runs = run_all(arguments, preset)
         result = {
             "environment": environment(device),
-            "command": " ".join(["python benchmarks/bench_step.py", *sys.argv[1:]]),
+            "command": command_line(sys.argv[1:]),
+            "note": arguments.note,
             "preset": preset,
             "steps": arguments.steps,
             "largest_loss_difference_after_step_10": largest_difference(runs),

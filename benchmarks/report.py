@@ -41,32 +41,31 @@ class Arguments:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """The table, a row for each run, with the environment below."""
+    """The table, a row for each run, then what differs and where it was measured."""
     lines = [
-        "| model | GPUs | kernels | tok/s | MFU | peak memory | last loss | recompilations after step 2 |",
+        "| model | GPUs | kernels | tok/s | MFU | peak memory a GPU | last loss | largest difference of losses |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
+        first, difference = result["runs"][0], result["largest_loss_difference_after_step_10"]
         for run in result["runs"]:
             mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
+            apart = "" if run is first or difference is None else f"{difference:.2%}"
             lines.append(
                 f"| {result['preset']} | {run['gpus']} | {run['kernels']} | {run['tokens_per_second']:,.0f} | {mfu} | "
-                f"{run['memory_gib']:.1f} GiB | {run['losses'][-1]:.3f} | {run['recompilations_after_step_2']} |"
+                f"{run['memory_gib']:.1f} GiB | {run['losses'][-1]:.3f} | {apart} |"
             )
+    lines.append("")
     for result in results:
-        difference = result["largest_loss_difference_after_step_10"]
-        if difference is not None:
-            lines += [
-                "",
-                f"{result['preset']}: the loss curves differ by at most {difference:.2%} after the tenth step.",
-            ]
+        recompiled = sum(run["recompilations_after_step_2"] for run in result["runs"])
+        note = f" {result['note']}" if result["note"] else ""
+        steps = f"{result['steps']} steps, {recompiled} recompilations after step 2"
+        lines.append(f"- {result['preset']}: {steps}.{note}")
     facts = results[0]["environment"]
     lines += [
         "",
-        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}; "
-        f"median over the steps after the tenth of {results[0]['steps']}. {MFU_FORMULA}.",
-        "",
-        *(f"    {result['command']}" for result in results[:1]),
+        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}; medians and "
+        f"differences are over the steps after the tenth. {MFU_FORMULA}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -86,9 +85,10 @@ def replace_table(page: str, table: str) -> str:
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
     """Loss curves above, tokens a second below, one column a model."""
-    size = (5.2 * len(results), 6)
-    figure, axes = plt.subplots(2, len(results), figsize=size, dpi=130, layout="constrained", squeeze=False)
-    for column, result in enumerate(results):
+    shown = [result for result in results if len({run["kernels"] for run in result["runs"]}) > 1] or results
+    size = (5.2 * len(shown), 6)
+    figure, axes = plt.subplots(2, len(shown), figsize=size, dpi=130, layout="constrained", squeeze=False)
+    for column, result in enumerate(shown):
         loss, speed = axes[0][column], axes[1][column]
         for run in result["runs"]:
             kernels = run["kernels"]

@@ -358,7 +358,14 @@ def append(self, ids, **kwargs):
 prepare_data.SplitWriter.append = append
 sys.exit(prepare_data.main([{str(source)!r}, {str(out)!r}, "--vocab-size", "300"]))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A parent that ignores SIGINT (a shell's background job) would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     return process
 
