@@ -85,7 +85,7 @@ def test_shell_commands(page, tmp_path):
         _check(command, folder)
 
 
-def _check(command: str, workplace: Path) -> None:
+def _check(command: str, clone: Path) -> None:
     words = shlex.split(command)
     arguments = _pretrain_arguments(words)
     if words[0] == "git":
@@ -100,18 +100,18 @@ def _check(command: str, workplace: Path) -> None:
         assert (ROOT / "pyproject.toml").exists()  # what it installs is tested by test_package.py
         return
     if words[0] == "pytest" or "pytest" in words:
-        _run(command + " --collect-only -q", workplace)
+        _run(command + " --collect-only -q", clone)
         return
     if arguments is not None:
         config = parse_command_line(arguments, PRESETS, "")  # raises on a wrong option
         if config.preset not in QUICK_PRESETS:
             return
-        _run(f"{command} --training.steps 2", workplace)
+        _run(f"{command} --training.steps 2", clone)
         return
     if any("bench_step" in w or "report.py" in w for w in words):
-        _run(command.split(".py")[0] + ".py --help", workplace)
+        _run(command.split(".py")[0] + ".py --help", clone)
         return
-    _run(command, workplace)
+    _run(command, clone)
 
 
 def test_every_link_and_picture_exists():
