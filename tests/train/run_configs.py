@@ -15,5 +15,6 @@ torch.set_num_threads(1)
 configs = [config_from_json(Path(path)) for path in sys.argv[1:]]
 world = distributed.start(configs[0].parallel.device)
 for config in configs:
-    Trainer(resolve(config, world.size), world, StopSignal()).train()
+    with StopSignal() as stop:
+        Trainer(resolve(config, world.size), world, stop).train()
 distributed.stop(world)
