@@ -17,6 +17,7 @@ import shutil
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ OWN_CRC = "crc32"  # the manifest's key for the checksum over all of its other k
 FOLDER = "checkpoints"
 # DCP wraps what went wrong on any rank in a CheckpointException, which is a BaseException but no Exception.
 _DCP_ERRORS = (Exception, CheckpointException)
+# Checkpoints whose checksums this process has compared or written: retention need not read them again.
+_trusted: set[Path] = set()
 STATE_BYTES = 12  # a parameter: fp32 value and two fp32 moments
 
 
@@ -52,6 +55,35 @@ def step_folder(run: Path, step: int) -> Path:
 # --- Finding and checking -------------------------------------------------------------------------------------------
 
 
+def open_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked against its own checksum; the files that it lists are not looked at.
+
+    Raises:
+        ValueError: it cannot be used; the message says why.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"no readable {MANIFEST}") from error
+    except ValueError:
+        manifest = None
+    # Its own checksum, for a flipped bit may be another step, or another checksum that then fits a damaged file.
+    if not isinstance(manifest, dict) or manifest.pop(OWN_CRC, None) != _manifest_crc32(manifest):
+        raise ValueError(f"{MANIFEST} is damaged")
+    return manifest
+
+
+def wrong_sizes(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with each file that is missing or of another size than the manifest says; cheap."""
+    wrong = {}
+    for name, entry in manifest["files"].items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            wrong[name] = f"{'is missing' if size is None else f'has {size} bytes'}, expected {entry['bytes']} bytes"
+    return wrong
+
+
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are all there with the right sizes.
 
@@ -59,22 +91,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         UserError: the checkpoint is incomplete; the message says what is missing.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{checkpoint} is not a complete checkpoint: no readable {MANIFEST}") from error
-    except ValueError:
-        manifest = None
-    # Its own checksum, for a flipped bit may be another step, or another checksum that then fits a damaged file.
-    if not isinstance(manifest, dict) or manifest.pop(OWN_CRC, None) != _manifest_crc32(manifest):
-        raise UserError(f"{checkpoint} is not a complete checkpoint: {MANIFEST} is damaged")
-    for name, entry in manifest["files"].items():
-        path = checkpoint / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise UserError(
-                f"{checkpoint} is not a complete checkpoint: {name} {found}, expected {entry['bytes']} bytes"
-            )
+        manifest = open_manifest(checkpoint)
+    except ValueError as error:
+        raise UserError(f"{checkpoint} is not a complete checkpoint: {error}") from error
+    for name, problem in wrong_sizes(checkpoint, manifest).items():
+        raise UserError(f"{checkpoint} is not a complete checkpoint: {name} {problem}")
     return manifest
 
 
@@ -113,14 +134,16 @@ def verify(checkpoint: Path, world: World | None = None) -> dict[str, Any]:
         rank, size = (world.rank, world.size) if world else (0, 1)
         for name, entry in sorted(manifest["files"].items())[rank::size]:
             try:
-                crc = _crc32(checkpoint / name)
+                crc = file_crc32(checkpoint / name)
             except OSError as error:  # on every rank: the others would wait for one that left alone
                 raise UserError(f"{checkpoint / name} cannot be read: {error.strerror}") from error
             if crc != entry["crc32"]:
                 raise UserError(f"{checkpoint} is damaged: {name} does not have the checksum it was written with")
         return manifest
 
-    return world.together(check) if world else check()
+    manifest = world.together(check) if world else check()
+    _trusted.add(checkpoint)
+    return manifest
 
 
 def resumable(run: Path, world: World) -> Path | None:
@@ -149,10 +172,13 @@ def require_space(folder: Path, needed: int, purpose: str) -> None:
     """Raise UserError, with the numbers, when the file system of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"{purpose} needs {_human(needed)} in {folder}, but only {_human(free)} are free there")
+        raise UserError(
+            f"{purpose} needs {human_bytes(needed)} in {folder}, but only {human_bytes(free)} are free there"
+        )
 
 
-def _human(size: int) -> str:
+def human_bytes(size: int) -> str:
+    """A size in MiB or GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
@@ -215,15 +241,17 @@ def save_checkpoint(
         try:
             dcp_save(state, checkpoint_id=temporary)
         except _DCP_ERRORS as error:
+            free = shutil.disk_usage(temporary.parent).free
             raise UserError(
                 f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)} "
-                f"({_human(size)} were needed, {_human(shutil.disk_usage(temporary.parent).free)} are free there)"
+                f"({human_bytes(size)} were needed, {human_bytes(free)} are free there)"
             ) from None
 
     try:
         world.together(write)
         files.update(_checksums(temporary, world))
         world.from_main(lambda: _finish(temporary, folder, step, files, world, config, position))
+        _trusted.add(folder)
     except UserError:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -251,7 +279,7 @@ def _checksums(folder: Path, world: World) -> dict[str, Any]:
             names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
             # DCP names files __RANK_N.distcp; a rank without data writes none, and .metadata is rank 0's.
             own = [n for n in names if (int(n[2:].partition("_")[0]) if n.startswith("__") else 0) == world.rank]
-            return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)} for name in own}
+            return {name: {"bytes": (folder / name).stat().st_size, "crc32": file_crc32(folder / name)} for name in own}
         except OSError as error:
             raise UserError(f"cannot read back {folder}: {error.strerror}") from error
 
@@ -293,9 +321,15 @@ def _finish(
 
 def _delete_old(run: Path, keep: int) -> None:
     kept = 0
-    for folder in checkpoints_of(run):
+    folders = checkpoints_of(run)
+    if len(folders) <= keep:
+        return
+    for folder in folders:
         try:
-            read_manifest(folder)
+            if folder in _trusted or kept >= keep:
+                read_manifest(folder)
+            else:  # from an earlier process: its bytes are compared once, so that no sound one goes in its favour
+                verify(folder)
         except UserError:
             continue  # what is damaged is for the user to look at; it does not count as one that is kept
         kept += 1
@@ -321,11 +355,14 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _crc32(path: Path) -> int:
+def file_crc32(path: Path, advance: Callable[[int], None] | None = None) -> int:
+    """CRC-32 of a file; `advance` hears of each piece that was read, in bytes."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
+            if advance is not None:
+                advance(len(block))
     return crc
 
 

@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_an_error_on_every_rank(trained, world, mo
     def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpointing, "_crc32", fails)
+    monkeypatch.setattr(checkpointing, "file_crc32", fails)
     with pytest.raises(AgreedError, match=r"\.metadata cannot be read: Input/output error"):
         verify(folder, world)
 
@@ -179,6 +179,20 @@ def test_only_the_newest_stay(trained, tmp_path):
     for step in (1, 2, 3, 10):
         save(step, keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000003", "step_00000010"]
+
+
+def test_a_damaged_one_of_an_earlier_process_is_not_counted(trained, tmp_path, monkeypatch):
+    *_, save = trained
+    first, second = save(1), save(2)
+    _damage(second)
+    monkeypatch.setattr(checkpointing, "_trusted", set())
+    third = save(3, keep=2)
+    assert first.is_dir() and second.is_dir() and verify(first)["step"] == 1
+    read = []
+    monkeypatch.setattr(checkpointing, "verify", lambda folder: read.append(folder) or {})
+    save(4, keep=2)
+    assert not read, "one that this process wrote is not read again"
+    assert not first.exists() and third.is_dir()
 
 
 def test_a_save_that_fails_deletes_nothing(trained, tmp_path, monkeypatch):
