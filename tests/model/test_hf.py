@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 
+from fuselm.model import hf_tokenizer
 from fuselm.model.config import LlamaConfig, RopeScaling
 from fuselm.model.hf import export_hf, load_hf
 from fuselm.model.llama import Llama
+from fuselm.train import tokenizer as training_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
@@ -71,14 +73,17 @@ def _shake(model: torch.nn.Module) -> None:
 
 
 def _theirs(folder: Path, shape: dict, **save):
-    """A random model of transformers, saved by itself; then its config.json as a publisher would have it."""
+    """A random model of transformers, saved by itself. Any version of it takes the older form of RoPE's parameters."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM(TheirConfig(**(SMALL | shape))).eval()
+    shape = SMALL | shape
+    if "rope_parameters" in shape:
+        rope = dict(shape.pop("rope_parameters"))
+        shape |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    model = LlamaForCausalLM(TheirConfig(**shape)).eval()
     _shake(model)
     model.save_pretrained(folder, **save)
-    (folder / "config.json").write_text(json.dumps(SMALL | shape))
     return model
 
 
@@ -107,6 +112,7 @@ def _same_logits(ours: Llama, theirs) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_of_a_loaded_folder_equal_transformers(name, kernels, tmp_path):
     theirs = _theirs(tmp_path, SHAPES[name])
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPES[name]))  # as published, not as rewritten now
     ours = load_hf(tmp_path, kernels=kernels, device=DEVICE)
     assert ours.config.kernels == kernels and ours.config.max_seq_len == 128
     assert ours.config.tie_embeddings == ("lm_head.weight" not in ours.state_dict()) == (name == "llama3.2")
@@ -145,6 +151,7 @@ def test_shards_are_bounded_and_indexed(tmp_path):
 
 
 def test_a_folder_sharded_by_transformers(tmp_path):
+    """And with the config.json that its version writes."""
     theirs = _theirs(tmp_path, SHAPES["llama3"], max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     _same_logits(load_hf(tmp_path, kernels="eager", device=DEVICE), theirs)
@@ -159,7 +166,7 @@ def test_dtypes_asked_for(dtype, tmp_path):
     folder = export_hf(model, tmp_path / "out", dtype=dtype)
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto").dtype == dtype
     _same_parameters(load_hf(folder), model.to(dtype))
     assert {p.dtype for p in load_hf(folder, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
     again = export_hf(load_hf(folder), tmp_path / "again", dtype=dtype)
@@ -188,6 +195,10 @@ def _tokenizer(path: Path) -> Tokenizer:
     backend.train_from_iterator(["the quick brown fox " * 9], trainer)
     backend.save(str(path))
     return backend
+
+
+def test_names_of_the_end_of_text_are_those_of_training():
+    assert hf_tokenizer.EOS_NAMES == training_tokenizer.EOS_NAMES
 
 
 def test_tokenizer_generation_config_and_card(tmp_path):
