@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,16 @@ def drop_after(path: Path, step: int) -> None:
             write_atomically(path, kept)
 
 
+def centered_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Each value averaged with up to `reach` neighbours on either side, as many on the left as on the right: no lag."""
+    means = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        window = values[i - near : i + near + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
 def plot_losses(metrics: Path, image: Path) -> None:
     """Draw training and validation loss over steps.
 
@@ -239,11 +250,10 @@ def plot_losses(metrics: Path, image: Path) -> None:
     if training:
         axes.plot(*zip(*training, strict=True), color="#9db8d9", linewidth=1, label="training")
         if len(training) >= 50:  # single steps are noisy
-            smooth, trail = [], training[0][1]
-            for step, loss in training:
-                trail += (loss - trail) * 0.05
-                smooth.append((step, trail))
-            axes.plot(*zip(*smooth, strict=True), color="#1f4e8c", linewidth=1.5, label="training, smoothed")
+            steps, losses = zip(*training, strict=True)
+            axes.plot(
+                steps, centered_mean(losses, 10), color="#1f4e8c", linewidth=1.5, label="training, mean of 21 steps"
+            )
     if validation:
         label = f"validation (last {validation[-1][1]:.3f})"
         axes.plot(*zip(*validation, strict=True), color="#c0392b", marker="o", markersize=4, label=label)

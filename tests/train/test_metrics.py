@@ -11,7 +11,7 @@ import torch
 
 from fuselm.model.config import LlamaConfig
 from fuselm.train.config import LoggingConfig
-from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, plot_losses, read_metrics
+from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, centered_mean, plot_losses, read_metrics
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -117,3 +117,11 @@ def test_tensorboard_and_plot(tmp_path):
 def test_a_plot_of_nothing_is_still_a_plot(tmp_path):
     plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()
+
+
+def test_the_smoothed_curve_does_not_lag():
+    """A straight line stays itself, ends included; a spike spreads evenly to both sides."""
+    line = [5.0 - 0.1 * i for i in range(60)]
+    assert centered_mean(line, 10) == pytest.approx(line)
+    spike = centered_mean([0.0] * 7 + [3.0] + [0.0] * 7, 1)
+    assert spike == pytest.approx([0.0] * 6 + [1.0] * 3 + [0.0] * 6)
