@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,8 +75,11 @@ def assert_rounded(param, master, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_torch(backend, device):
     options: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1)
-    schedule = lambda k: 1.0 / (1 + k)  # noqa: E731
-    make = lambda p: AdamW(p, **options, backend=backend)  # noqa: E731
+
+    def schedule(k):
+        return 1.0 / (1 + k)
+
+    make = partial(AdamW, **options, backend=backend)
     ours, _, optimizer = run(make, torch.float32, device, 21, schedule=schedule)
     exact, _, theirs = run(lambda p: torch.optim.AdamW(p, **options), torch.float64, device, 21, schedule=schedule)
     assert_close(ours, exact)
@@ -129,7 +133,7 @@ def test_zero_lr_moves_moments_only(backend, lr, device):
 @pytest.mark.parametrize("limit", [0.01, 1e4])
 def test_clipping_equals_clip_grad_norm(backend, limit, device):
     ours, norms, _ = run(lambda p: AdamW(p, lr=1e-3, max_grad_norm=limit, backend=backend), torch.float32, device, 3)
-    make = lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731
+    make = partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     exact, exact_norms, _ = run(make, torch.float64, device, 3, clip=limit)
     assert_close(ours, exact)
     for norm, exact_norm in zip(norms, exact_norms, strict=True):  # each step's own tensor, not one that moves
@@ -335,7 +339,7 @@ def test_offsets_beyond_int32(monkeypatch, device):
 
 
 def test_same_bits_every_run(device):
-    make = lambda p: AdamW(p, lr=1e-3, max_grad_norm=0.1)  # noqa: E731
+    make = partial(AdamW, lr=1e-3, max_grad_norm=0.1)
     first, second = (run(make, torch.float32, device, 2) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True))
 
