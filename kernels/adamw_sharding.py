@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, any other tensor itself; no communication. Call it under no_grad."""
     if not is_dtensor(tensor):
         return tensor
-    part = tensor.to_local()  # type: ignore[attr-defined]
+    part = cast(Any, tensor).to_local()
     return part.wait() if hasattr(part, "wait") else part  # a collective that is still under way
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class World:
                 raise AgreedError(message[0])
         if error is not None:
             raise AgreedError(str(error))
-        return result  # type: ignore[return-value]
+        return cast(T, result)
 
     def from_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 while the others wait, and return its (small, picklable) result on every rank."""
@@ -74,7 +74,7 @@ class World:
             box = [result]
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
             result = box[0]
-        return result  # type: ignore[return-value]
+        return cast(T, result)
 
     def gather_dicts(self, part: dict[str, Any]) -> dict[str, Any]:
         """The union of small dicts on rank 0; the rank's own part elsewhere."""

@@ -2,7 +2,7 @@
 
 The learning rates up to 1B are for the 16 to 32 thousand tokens a step that one GPU gives. What is published for these
 sizes (6e-4 and 3e-4) belongs to batches of half a million tokens and more; on so few it makes the first hundred steps
-rough. Raise optimizer.lr with the batch.
+rough (docs/performance.md has what was tried). Raise optimizer.lr with the batch.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Run as a script with a folder, this file forks the processes, which write what t
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -194,7 +195,7 @@ def _main(folder: Path) -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    import fuselm.kernels.adamw  # noqa: F401
+    importlib.import_module("fuselm.kernels.adamw")
 
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")

@@ -114,7 +114,7 @@ def test_graph_replays_equal_eager_steps():
 
 def test_graph_with_gradients_made_inside():
     def loss_of(params) -> torch.Tensor:
-        return sum((p.square() * (i + 1)).sum() for i, p in enumerate(params))  # type: ignore[return-value]
+        return torch.stack([(p.square() * (i + 1)).sum() for i, p in enumerate(params)]).sum()
 
     eager, eager_optimizer = make()
     params, optimizer = make()

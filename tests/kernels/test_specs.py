@@ -3,6 +3,7 @@ gradient, no input written to, every output element written, compilation with an
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -17,6 +18,9 @@ from fuselm.kernels.numerics import check_budget
 from fuselm.kernels.specs.base import KernelSpec
 from fuselm.kernels.specs.registry import SPECS
 
+TRITON_VERSION = [int(part) for part in importlib.metadata.version("triton").split(".")[:2]] if HAVE_TRITON else [0, 0]
+# Bytes that older compilers spill beyond 64, measured with 3.6 for sm_90; 3.8 keeps the same kernel at 56.
+KNOWN_SPILLS_BEFORE_3_8 = {"_attention_key_value_kernel": 80}
 WORKER = Path(__file__).with_name("aot_worker.py")
 
 
@@ -247,5 +251,5 @@ def test_compiles_ahead_of_time(arch):
         assert len(kernels) >= 2, f"{name}: forward and backward should both have compiled, got {kernels}"
         for kernel in kernels:
             assert not kernel["warnings"], kernel
-            # Attention's dK/dV kernel at head_dim 128: 56 bytes with Triton 3.8, 80 with 3.6.
-            assert kernel["spill_bytes"] <= 80, kernel
+            known = KNOWN_SPILLS_BEFORE_3_8.get(kernel["name"], 64) if TRITON_VERSION < [3, 8] else 64
+            assert kernel["spill_bytes"] <= known, kernel
