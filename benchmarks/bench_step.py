@@ -43,7 +43,8 @@ class Arguments:
     """Processes of a run, by torchrun when more than one; each number is a run of its own."""
 
     kernels: tuple[str, ...] = ("triton", "eager")
-    """Values of model.kernels to compare."""
+    """Values of model.kernels to compare; "eager+cudnn" is eager with that attention_backend: a control, whose losses
+    differ from eager's by rounding alone."""
 
     output: Path = Path("benchmarks/results")
     """Folder for the result files."""
@@ -52,7 +53,7 @@ class Arguments:
     """Folder for the runs."""
 
     side_by_side: bool = False
-    """Run one-GPU runs at the same time, each on a GPU of its own; takes as many GPUs as --kernels has values."""
+    """Run one-GPU runs at the same time, spread over the GPUs; speeds of runs that share one say nothing."""
 
     label: str = ""
     """Appended to the result file's name."""
@@ -77,7 +78,9 @@ def run_training(
     if gpus > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, str(ROOT / "train" / "pretrain.py"), "--preset", preset, "--name", name]
-    command += ["--runs", str(arguments.runs), "--training.steps", str(arguments.steps), "--model.kernels", kernels]
+    mode, _, attention = kernels.partition("+")
+    command += ["--runs", str(arguments.runs), "--training.steps", str(arguments.steps), "--model.kernels", mode]
+    command += ["--model.attention-backend", attention] if attention else []
     command += ["--checkpoint.resume", "never", "--logging.progress", "plain", *arguments.extra.split()]
     log = arguments.runs / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +103,12 @@ def run_all(arguments: Arguments, preset: str) -> list[dict[str, Any]]:
     runs = []
     for gpus in arguments.gpus:
         if gpus == 1 and arguments.side_by_side:
+            devices = max(torch.cuda.device_count(), 1)
             with ThreadPoolExecutor() as pool:
-                jobs = [pool.submit(run_training, arguments, preset, k, 1, i) for i, k in enumerate(arguments.kernels)]
+                jobs = [
+                    pool.submit(run_training, arguments, preset, kernels, 1, i % devices)
+                    for i, kernels in enumerate(arguments.kernels)
+                ]
                 runs += [job.result() for job in jobs]
         else:
             runs += [run_training(arguments, preset, kernels, gpus) for kernels in arguments.kernels]
@@ -134,6 +141,11 @@ def summarise(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def is_control(run: dict[str, Any]) -> bool:
+    """Whether a run is there to show what rounding alone does."""
+    return "+" in run["kernels"]
+
+
 def largest_difference(runs: list[dict[str, Any]]) -> float | None:
     """Largest relative difference of any run's loss from the first run's, at any step after the tenth."""
     first = runs[0]["losses"][SETTLED_STEP:]
@@ -141,6 +153,16 @@ def largest_difference(runs: list[dict[str, Any]]) -> float | None:
         abs(a - b) / abs(b) for run in runs[1:] for a, b in zip(run["losses"][SETTLED_STEP:], first, strict=True)
     ]
     return max(differences) if differences else None
+
+
+def control_differences(runs: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Each control's largest difference from the run that it is a control of, by the control's name."""
+    return {
+        run["kernels"]: largest_difference([other, run])
+        for run in runs
+        for other in runs
+        if is_control(run) and other["kernels"] == run["kernels"].partition("+")[0] and other["gpus"] == run["gpus"]
+    }
 
 
 def command_line(arguments: list[str]) -> str:
@@ -167,7 +189,8 @@ def main() -> None:
             "note": arguments.note,
             "preset": preset,
             "steps": arguments.steps,
-            "largest_loss_difference_after_step_10": largest_difference(runs),
+            "largest_loss_difference_after_step_10": largest_difference([r for r in runs if not is_control(r)]),
+            "control_loss_differences": control_differences(runs),
             "runs": runs,
         }
         path = arguments.output / f"step_{preset}{arguments.label}.json"
@@ -181,6 +204,8 @@ def main() -> None:
                 f"{run['recompilations_after_step_2']} recompilations after step 2"
             )
         print(f"{preset}: largest loss difference after step 10: {result['largest_loss_difference_after_step_10']}")
+        for control, difference in result["control_loss_differences"].items():
+            print(f"{preset}: {control}, the control, differs by {difference}")
 
 
 if __name__ == "__main__":

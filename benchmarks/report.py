@@ -50,7 +50,9 @@ def markdown(results: list[dict[str, Any]]) -> str:
         first, difference = result["runs"][0], result["largest_loss_difference_after_step_10"]
         for run in result["runs"]:
             mfu = "n/a" if run["mfu"] is None else f"{run['mfu']:.1%}"
+            control = result.get("control_loss_differences", {}).get(run["kernels"])
             apart = "" if run is first or difference is None else f"{difference:.2%}"
+            apart = apart if control is None else f"{control:.2%} from {run['kernels'].partition('+')[0]} (control)"
             lines.append(
                 f"| {result['preset']} | {run['gpus']} | {run['kernels']} | {run['tokens_per_second']:,.0f} | {mfu} | "
                 f"{run['memory_gib']:.1f} GiB | {run['losses'][-1]:.3f} | {apart} |"
@@ -90,7 +92,8 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(2, len(shown), figsize=size, dpi=130, layout="constrained", squeeze=False)
     for column, result in enumerate(shown):
         loss, speed = axes[0][column], axes[1][column]
-        for run in result["runs"]:
+        runs = [run for run in result["runs"] if run["kernels"] in COLOURS]  # controls are in the table only
+        for run in runs:
             kernels = run["kernels"]
             style = "-" if kernels == "triton" else "--"
             steps = range(1, len(run["losses"]) + 1)
@@ -100,9 +103,9 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
         loss.set_ylabel("loss (nats a token)")
         loss.legend()
         loss.grid(alpha=0.3)
-        names = [NAMES[run["kernels"]] + (f", {run['gpus']} GPUs" if run["gpus"] > 1 else "") for run in result["runs"]]
-        values = [run["tokens_per_second"] / 1e3 for run in result["runs"]]
-        bars = speed.barh(names, values, color=[COLOURS[run["kernels"]] for run in result["runs"]], height=0.5)
+        names = [NAMES[run["kernels"]] + (f", {run['gpus']} GPUs" if run["gpus"] > 1 else "") for run in runs]
+        values = [run["tokens_per_second"] / 1e3 for run in runs]
+        bars = speed.barh(names, values, color=[COLOURS[run["kernels"]] for run in runs], height=0.5)
         speed.bar_label(bars, labels=[f"{v:,.1f}k" for v in values], padding=3)
         speed.set_xlim(0, max(values) * 1.18)
         speed.set_xlabel("thousand tokens a second")

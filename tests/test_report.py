@@ -72,3 +72,31 @@ def test_recompilations_count_after_the_step_only(bench_step):
     assert bench_step.recompilations_after(log + "Recompiling function g\n", 2) == 1
     with pytest.raises(ValueError, match="no line for step 2"):
         bench_step.recompilations_after("step 20/200  loss 1", 2)
+
+
+def test_a_control_is_compared_with_the_run_it_controls_and_with_nothing_else(bench_step, report):
+    def run(kernels: str, loss: float) -> dict:
+        return {
+            "kernels": kernels,
+            "gpus": 1,
+            "losses": [9.0] * 10 + [loss, 4.0],
+            "tokens_per_second": 1.0,
+            "mfu": None,
+            "memory_gib": 1.0,
+            "recompilations_after_step_2": 0,
+        }
+
+    runs = [run("triton", 4.0), run("eager", 5.0), run("eager+cudnn", 5.5)]
+    assert bench_step.control_differences(runs) == {"eager+cudnn": pytest.approx(0.1)}
+    facts = {"card": "card", "torch": "2", "triton": "3", "commit": "c"}
+    result = {
+        "preset": "p",
+        "steps": 12,
+        "note": "",
+        "environment": facts,
+        "largest_loss_difference_after_step_10": 0.25,
+        "control_loss_differences": bench_step.control_differences(runs),
+        "runs": runs,
+    }
+    rows = {row.split("|")[3].strip(): row for row in report.markdown([result]).splitlines() if row.startswith("| p")}
+    assert "25.00%" in rows["eager"] and "10.00% from eager (control)" in rows["eager+cudnn"]
