@@ -18,6 +18,7 @@ from fuselm.env import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
+LAUNCH_CYCLES = 300_000  # about 150 microseconds at 2 GHz: what a call costs the host, with room to spare
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,13 @@ class Timing:
         return cls(statistics.median(ordered), ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5])
 
 
+def tensors_of(outputs: Any) -> list[Any]:
+    """What a function gave, one tensor or several, as a list."""
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int = 50
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int = 50, *, hide_launch: bool = False
 ) -> dict[str, Timing]:
     """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
 
@@ -48,6 +54,8 @@ def interleaved(
         functions: provider name -> a call without arguments.
         device: CUDA (events, L2 flushed before each call) or CPU (host clock).
         repeats: rounds after three warm-up calls each.
+        hide_launch: let the GPU sleep at the start of a round while the host queues it, so that the host's part of a
+            call is not in the times.
 
     Returns:
         provider name -> Timing.
@@ -66,6 +74,8 @@ def interleaved(
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
     events = {name: [] for name in functions}
     for _ in range(repeats):
+        if hide_launch:
+            torch.cuda._sleep(LAUNCH_CYCLES * len(functions))
         for name, function in functions.items():
             flush.zero_()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

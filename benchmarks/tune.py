@@ -1,0 +1,376 @@
+"""Times launch choices on this machine's card: every candidate is checked first, then all are timed in turn.
+
+    python benchmarks/tune.py rms_norm swiglu --output results/tune.json --budget-s 60
+
+An op's targets are in benchmarks/tuning/OP.py. For each target the candidates of its launch function are tried: one
+whose output differs from the reference, or that does not compile or launch, is a failed row. The rest are timed
+interleaved with the current choice, L2 flushed, launch cost hidden: all of them briefly, then the best ones longer.
+The table is best first, with GB/s and what Triton tells of registers, spills and shared memory. Nothing is changed: a
+better choice is written into kernels/launch/ by hand, with the measured reason.
+
+On a GPU, --jobs processes compile the candidates beforehand into Triton's cache on disk, which the measuring process
+then reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from timing import Timing, environment, interleaved, tensors_of
+from tuning.base import Target
+
+from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, triton
+from fuselm.kernels.numerics import UNIT_ROUNDOFF
+
+CURRENT = "current"
+ROUNDINGS = 4.0  # relative error that a candidate may have, in roundings of its output's dtype
+FP32_ERROR = 1e-5  # and at least this: fp32 sums in another order differ by more than a rounding
+FINALISTS = 6
+CHUNK = 2**26  # elements compared at a time in fp64
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Try launch choices on this card."""
+
+    ops: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Names of files in benchmarks/tuning/, for example rms_norm."""
+
+    output: Path | None = None
+    """JSON file for the results, written after every target."""
+
+    budget_s: float = 600.0
+    """Seconds after which no further candidate is tried; what was left out is printed and in the JSON."""
+
+    rounds: int = 30
+    """Timed rounds of the best candidates; all of them get a third of it first."""
+
+    only: str = ""
+    """Targets whose name contains this."""
+
+    jobs: int = 0
+    """Processes that compile beforehand; 0 for half the processors (at most 8) on a GPU and none on a CPU."""
+
+    part: tuple[int, int] | None = None
+    """Run candidates i, i + n, ... once and write nothing: what the processes of --jobs do."""
+
+
+@dataclass
+class Row:
+    """One candidate's result.
+
+    Attributes:
+        choice: the launch value as text; "current" for what the library takes now.
+        status: "ok", "failed: why" or "left out: why".
+        timing: milliseconds, None where it was not timed.
+        registers, spills, shared: largest over the kernels that a run launched: registers a thread, spilled 32-bit
+            registers a thread, bytes of shared memory a program; None where Triton does not tell.
+    """
+
+    choice: str
+    status: str = "ok"
+    timing: Timing | None = None
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+
+
+@dataclass
+class Result:
+    """A target's rows, best first, then the failed and those left out."""
+
+    name: str
+    attribute: str
+    bytes_moved: int
+    rows: list[Row] = field(default_factory=list)
+
+
+class CardLostError(RuntimeError):
+    """A kernel broke the CUDA context: nothing can be measured in this process any more."""
+
+
+def load_targets(op: str) -> list[Target]:
+    """TARGETS of benchmarks/tuning/<op>.py.
+
+    Raises:
+        SystemExit: there is no such file; the message lists those there are.
+    """
+    folder = Path(__file__).parent / "tuning"
+    known = sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("base", "__init__"))
+    if op not in known:
+        raise SystemExit(f"error: op {op!r} has no targets: expected one of {', '.join(known) or '(none there)'}")
+    return list(importlib.import_module(f"tuning.{op}").TARGETS)
+
+
+@contextlib.contextmanager
+def replaced(attribute: str, value: Any) -> Iterator[None]:
+    """Within this context the launch function gives `value`, whatever it is asked.
+
+    Raises:
+        AttributeError: the attribute does not exist: a target whose kernel was renamed must not pass silently.
+    """
+    module_name, _, name = attribute.rpartition(".")
+    module = importlib.import_module(module_name)
+    before = getattr(module, name)
+    setattr(module, name, lambda *_, **__: value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def launched_kernels() -> Iterator[list[Any]]:
+    """Collects the compiled Triton kernels that are launched within this context."""
+    kernels: list[Any] = []
+    if not HAVE_TRITON or INTERPRET:
+        yield kernels
+        return
+    jit_function: Any = triton.runtime.jit.JITFunction
+    run = jit_function.run
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = run(self, *args, **kwargs)
+        kernels.append(kernel)
+        return kernel
+
+    jit_function.run = recording
+    try:
+        yield kernels
+    finally:
+        jit_function.run = run
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """‖actual - exact‖ / ‖exact‖ in fp64, a piece at a time; infinite where one is not finite and the other differs."""
+    if actual.shape != exact.shape:
+        raise ValueError(f"shapes differ: {tuple(actual.shape)}, reference {tuple(exact.shape)}")
+    difference = magnitude = 0.0
+    for a, e in zip(actual.reshape(-1).split(CHUNK), exact.reshape(-1).split(CHUNK), strict=True):
+        a, e = a.double(), e.double()
+        apart = torch.where(a == e, 0.0, a - e)
+        if not bool(apart.isfinite().all()):
+            return math.inf
+        difference += apart.square().sum().item()
+        magnitude += torch.where(e.isfinite(), e, 0.0).square().sum().item()
+    return math.sqrt(difference) / (math.sqrt(magnitude) or 1.0)
+
+
+def check(outputs: Any, exact: list[torch.Tensor | None]) -> None:
+    """Raises ValueError where an output is further from the reference than its dtype's roundings allow."""
+    actual = tensors_of(outputs)
+    if len(actual) != len(exact):
+        raise ValueError(f"{len(actual)} outputs, the reference has {len(exact)}")
+    for i, (a, e) in enumerate(zip(actual, exact, strict=True)):
+        if a is None or e is None:
+            continue
+        error, limit = relative_error(a, e), max(ROUNDINGS * UNIT_ROUNDOFF.get(a.dtype, 0.0), FP32_ERROR)
+        if not error <= limit:
+            raise ValueError(f"output {i} is wrong: relative error {error:.2e}, allowed {limit:.2e}")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def try_once(run: Callable[[], Any], exact: list[torch.Tensor | None] | None, row: Row, device: torch.device) -> None:
+    """Runs a candidate once and fills `row`: what Triton tells of its kernels, and whether the output is right.
+
+    Raises:
+        CardLostError: the run left the device unusable.
+    """
+    try:
+        with launched_kernels() as kernels:
+            outputs = run()
+        _synchronize(device)
+        for name, source in (("registers", "n_regs"), ("spills", "n_spills")):
+            values = [getattr(k, source, None) for k in kernels]
+            setattr(row, name, max((v for v in values if v is not None), default=None))
+        row.shared = max((k.metadata.shared for k in kernels if k is not None), default=None)
+        if exact is not None:
+            check(outputs, exact)
+    except Exception as error:  # whatever a candidate raises is its result
+        row.status = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        try:
+            _synchronize(device)
+        except RuntimeError as lost:
+            raise CardLostError(f"{row.choice}: {lost}") from lost
+
+
+def _called(run: Callable[[], Any], attribute: str, candidate: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        with replaced(attribute, candidate):
+            return run()
+
+    return call
+
+
+def tune(target: Target, device: torch.device, rounds: int, deadline: float, report: Callable[[Result], None]) -> None:
+    """Checks and times a target's candidates; `report` gets the result, also when the card is lost on the way.
+
+    Args:
+        target: what to tune.
+        device: where.
+        rounds: timed rounds of the finalists.
+        deadline: time.monotonic() after which no further candidate is compiled.
+        report: called once.
+    """
+    result = Result(target.name, target.attribute, target.bytes_moved)
+    try:
+        run, reference = target.make(device)
+        exact = [None if e is None else e.detach() for e in tensors_of(reference())]
+        calls = {CURRENT: run}
+        calls |= {str(candidate): _called(run, target.attribute, candidate) for candidate in target.candidates}
+        for choice, call in calls.items():
+            row = Row(choice)
+            result.rows.append(row)
+            if choice != CURRENT and time.monotonic() > deadline:
+                row.status = "left out: the time budget is used up"
+            else:
+                try_once(call, exact, row, device)
+        del exact
+        rows = {row.choice: row for row in result.rows if row.status == "ok"}
+        for names, repeats in (_all, max(rounds // 3, 3)), (_finalists, rounds):
+            chosen = names(rows)
+            timings = interleaved({n: calls[n] for n in chosen}, device, repeats, hide_launch=True) if chosen else {}
+            for name, timing in timings.items():
+                rows[name].timing = timing
+        result.rows.sort(key=lambda row: (row.status != "ok", row.timing.median_ms if row.timing else math.inf))
+    except CardLostError:
+        raise
+    except Exception as error:  # a target that cannot be set up is a failed row, and the next one gets its turn
+        result.rows.append(Row(CURRENT, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+    finally:
+        report(result)
+
+
+def _all(rows: dict[str, Row]) -> list[str]:
+    return list(rows)
+
+
+def _finalists(rows: dict[str, Row]) -> list[str]:
+    """The best of the first pass, and the current choice beside them."""
+    ordered = sorted(rows, key=lambda name: t.median_ms if (t := rows[name].timing) else math.inf)
+    return ordered[:FINALISTS] + [CURRENT] * (CURRENT in ordered[FINALISTS:])
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The result as JSON, with GB/s."""
+    facts = dataclasses.asdict(result)
+    for row in facts["rows"]:
+        ms = row["timing"] and row["timing"]["median_ms"]
+        row["gb_s"] = result.bytes_moved / ms / 1e6 if ms and result.bytes_moved else None
+    return facts
+
+
+def show(result: Result, console: Console) -> None:
+    """Prints the table of one target."""
+    table = Table(title=f"{result.name}  ({result.attribute})", title_justify="left")
+    for column in ("choice", "ms", "20-80 %", "GB/s", "registers", "spills", "shared", "status"):
+        table.add_column(column, overflow="fold")
+    for row, facts in zip(result.rows, as_json(result)["rows"], strict=True):
+        timing = row.timing
+        numbers = (
+            ("", "") if timing is None else (f"{timing.median_ms:.4f}", f"{timing.low_ms:.4f}-{timing.high_ms:.4f}")
+        )
+        speed = "" if facts["gb_s"] is None else f"{facts['gb_s']:,.0f}"
+        compiled = ("" if v is None else str(v) for v in (row.registers, row.spills, row.shared))
+        table.add_row(row.choice, *numbers, speed, *compiled, row.status)
+    console.print(table)
+
+
+def compile_part(targets: list[Target], device: torch.device, part: tuple[int, int], deadline: float) -> None:
+    """Runs every n-th candidate once, from the i-th, so that Triton's cache on disk has it; failures are not this
+    process's business."""
+    index, of = part
+    for target in targets:
+        with contextlib.suppress(Exception):
+            run, _ = target.make(device)
+            for candidate in target.candidates[index::of]:
+                if time.monotonic() < deadline:
+                    try_once(_called(run, target.attribute, candidate), None, Row(str(candidate)), device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def compile_ahead(arguments: Arguments, jobs: int) -> None:
+    """Starts the processes that compile, and waits for them for at most half of the budget."""
+    command = [sys.executable, __file__, *arguments.ops, "--only", arguments.only]
+    command += ["--budget-s", str(arguments.budget_s / 2)]
+    null = subprocess.DEVNULL
+    running = [subprocess.Popen([*command, "--part", str(i), str(jobs)], stdout=null, stderr=null) for i in range(jobs)]
+    deadline = time.monotonic() + arguments.budget_s / 2
+    for process in running:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Tunes the ops that the command line names."""
+    arguments = tyro.cli(Arguments)
+    started = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    targets = [t for op in arguments.ops for t in load_targets(op) if arguments.only in t.name]
+    if not targets:
+        raise SystemExit(
+            f"error: --only {arguments.only!r}: no target of {', '.join(arguments.ops)} has that in its name"
+        )
+    if arguments.part is not None:
+        compile_part(targets, device, arguments.part, started + arguments.budget_s)
+        return
+    jobs = arguments.jobs or (min(8, (os.cpu_count() or 2) // 2) if device.type == "cuda" else 0)
+    if jobs > 1:
+        compile_ahead(arguments, jobs)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    facts = {"environment": environment(device), "targets": []}
+    console.print(
+        f"{facts['environment']['card']}; {len(targets)} targets, compiled in {time.monotonic() - started:.0f} s"
+    )
+    if device.type != "cuda":
+        console.print("There is no GPU here: these times show nothing about GPUs.")
+
+    def report(result: Result) -> None:
+        facts["targets"].append(as_json(result))
+        show(result, console)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
+
+    for i, target in enumerate(targets):
+        left = started + arguments.budget_s - time.monotonic()
+        if left <= 0:
+            report(Result(target.name, target.attribute, target.bytes_moved, [Row(CURRENT, "left out: no time left")]))
+            continue
+        try:
+            tune(target, device, arguments.rounds, time.monotonic() + left / (len(targets) - i), report)
+        except CardLostError as error:
+            names = ", ".join(t.name for t in targets[i + 1 :]) or "nothing"
+            raise SystemExit(f"error: the GPU stopped at {target.name}, {error}; left out: {names}") from error
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if arguments.output is not None:
+        console.print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What tune.py needs to know of a launch choice. Each benchmarks/tuning/<op>.py lists its TARGETS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A launch choice to tune at one shape.
+
+    Attributes:
+        name: op, direction, shape and dtype, for the table: "rms_norm backward 16384x4096 bf16".
+        attribute: the launch function as the kernel's module sees it: "fuselm.kernels.rms_norm.backward_launch".
+        candidates: launch values to try, the likeliest first; tune.py puts a function that returns one of them in the
+            attribute's place.
+        make: device -> (run, reference). `run` is what is timed and gives the tensor or tensors that are checked;
+            `reference` gives what they should be, in the same order, in any precision (an entry may be None: not
+            checked). `run` is called again and again, each time with another launch value: it must keep nothing that
+            depends on one (build tables of chunks anew), nor depend on what an earlier call wrote.
+        bytes_moved: bytes that `run` must move at least, for GB/s; 0 for a run that is bound by arithmetic.
+    """
+
+    name: str
+    attribute: str
+    candidates: tuple[Any, ...]
+    make: Callable[[torch.device], tuple[Callable[[], Any], Callable[[], Any]]]
+    bytes_moved: int

@@ -1,0 +1,116 @@
+"""benchmarks/tune.py on a CPU: right candidates are timed, wrong and failing ones are rows that say why."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+# Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
+tune: Any = importlib.import_module("tune")
+interleaved = importlib.import_module("timing").interleaved
+Target = importlib.import_module("tuning.base").Target
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def toy(monkeypatch) -> Any:
+    """A kernel module whose launch value is a factor and a pause; 2 is the right factor."""
+    module: Any = ModuleType("toy_kernel")
+    module.launch = lambda n: (2.0, 0.0)
+    monkeypatch.setitem(sys.modules, "toy_kernel", module)
+    return module
+
+
+def _target(toy: Any, *candidates: object, name: str = "toy 64 fp32") -> Any:
+    x = torch.arange(64.0)
+
+    def run() -> torch.Tensor:
+        factor, pause = toy.launch(64)
+        time.sleep(pause)
+        return x * factor
+
+    return Target(name, "toy_kernel.launch", candidates, lambda device: (run, lambda: x.double() * 2), 2 * x.nbytes)
+
+
+def _tune(target: Any, deadline: float = math.inf) -> Any:
+    results = []
+    tune.tune(target, CPU, 3, deadline, results.append)
+    (result,) = results
+    return result
+
+
+def test_candidates_are_checked_timed_and_sorted(toy):
+    result = _tune(_target(toy, (2.0, 0.02), (3.0, 0.0), "no pair", (2.0, 0.0)))
+    rows = {row.choice: row for row in result.rows}
+    assert result.rows[-1].timing is None and result.rows[-2].timing is None
+    assert "relative error 5.00e-01" in rows["(3.0, 0.0)"].status
+    assert rows["no pair"].status.startswith("failed: ValueError: too many values")
+    slow, fast = rows["(2.0, 0.02)"].timing, rows["(2.0, 0.0)"].timing
+    assert fast.median_ms < 20 <= slow.median_ms
+    assert [row.choice for row in result.rows][2] == "(2.0, 0.02)"
+    assert toy.launch(64) == (2.0, 0.0)  # put back
+    fact = next(row for row in tune.as_json(result)["rows"] if row["choice"] == "(2.0, 0.02)")
+    assert fact["gb_s"] == pytest.approx(512 / slow.median_ms / 1e6)
+
+
+def test_what_the_budget_left_out_is_said(toy):
+    result = _tune(_target(toy, (2.0, 0.0)), deadline=time.monotonic() - 1)
+    statuses = {row.choice: row.status for row in result.rows}
+    assert statuses == {"current": "ok", "(2.0, 0.0)": "left out: the time budget is used up"}
+
+
+def test_a_target_that_cannot_be_set_up_is_a_failed_row(toy):
+    target = _target(toy, (2.0, 0.0))
+    missing = Target(target.name, "toy_kernel.renamed", target.candidates, target.make, 0)
+    assert "has no attribute 'renamed'" in _tune(missing).rows[-1].status
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("out of memory")
+
+    (row,) = _tune(Target(target.name, target.attribute, (), broken, 0)).rows
+    assert row.status == "failed: RuntimeError: out of memory"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.0 + 2.0**-7])
+def test_the_check_allows_roundings_and_nothing_else(factor):
+    x = torch.linspace(1, 2, 1000, dtype=torch.float64)
+    tune.check((x.to(torch.bfloat16) * factor, None), [x, None])
+    with pytest.raises(ValueError, match="output 0 is wrong"):
+        tune.check(x.to(torch.bfloat16) * 1.03, [x])
+    with pytest.raises(ValueError, match="relative error inf"):
+        tune.check(torch.where(x == 1, torch.nan, x), [x])
+    with pytest.raises(ValueError, match="1 outputs, the reference has 2"):
+        tune.check(x, [x, x])
+    with pytest.raises(ValueError, match="shapes differ"):
+        tune.check(x[:5], [x])
+
+
+def test_the_command_line_writes_json(toy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tune, "load_targets", lambda op: [_target(toy, (2.0, 0.0)), _target(toy, name="other")])
+    output = tmp_path / "results" / "tune.json"
+    monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--output", str(output), "--only", "toy 64", "--rounds", "3"])
+    tune.main()
+    facts = json.loads(output.read_text())
+    assert [t["name"] for t in facts["targets"]] == ["toy 64 fp32"] and facts["environment"]["torch"]
+    printed = capsys.readouterr().out
+    assert "show nothing about GPUs" in printed and "toy_kernel.launch" in printed
+
+
+def test_an_op_without_targets_is_refused():
+    with pytest.raises(SystemExit, match="op 'nonsense' has no targets"):
+        tune.load_targets("nonsense")
+
+
+def test_interleaved_calls_in_turn():
+    calls = []
+    interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, 2)
+    assert "".join(calls) == "aaabbbabab"
