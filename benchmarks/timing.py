@@ -40,33 +40,50 @@ class Timing:
         return cls(statistics.median(ordered), ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5])
 
 
+def _nothing() -> None:
+    pass
+
+
 def tensors_of(outputs: Any) -> list[Any]:
     """What a function gave, one tensor or several, as a list."""
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int = 50, *, hide_launch: bool = False
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    repeats: int = 50,
+    *,
+    warmup: int = 3,
+    hide_launch: bool = False,
+    resets: Mapping[str, Callable[[], None]] | None = None,
 ) -> dict[str, Timing]:
     """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
 
     Args:
         functions: provider name -> a call without arguments.
         device: CUDA (events, L2 flushed before each call) or CPU (host clock).
-        repeats: rounds after three warm-up calls each.
+        repeats: timed rounds.
+        warmup: untimed rounds before them.
         hide_launch: let the GPU sleep at the start of a round while the host queues it, so that the host's part of a
             call is not in the times.
+        resets: provider name -> what puts back what its calls overwrite; runs before each call, untimed.
 
     Returns:
         provider name -> Timing.
     """
-    for function in functions.values():
-        for _ in range(3):
+    resets = resets or {}
+    if not functions:
+        return {}
+    for _ in range(warmup):
+        for name, function in functions.items():
+            resets.get(name, _nothing)()
             function()
     samples: dict[str, list[float]] = {name: [] for name in functions}
     if device.type != "cuda":
         for _ in range(repeats):
             for name, function in functions.items():
+                resets.get(name, _nothing)()
                 started = time.perf_counter()
                 function()
                 samples[name].append((time.perf_counter() - started) * 1e3)
@@ -77,6 +94,7 @@ def interleaved(
         if hide_launch:
             torch.cuda._sleep(LAUNCH_CYCLES * len(functions))
         for name, function in functions.items():
+            resets.get(name, _nothing)()
             flush.zero_()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
@@ -93,6 +111,19 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     timing = interleaved({"copy": lambda: target.copy_(source)}, device, 10)["copy"]
     return 2 * source.nbytes / (timing.median_ms * 1e-3)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a large bf16 multiplication on a GPU: the ceiling of what multiplies."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    timing = interleaved({"matmul": lambda: a @ b}, device, 10)["matmul"]
+    return 2 * 8192**3 / (timing.median_ms * 1e-3)
+
+
+def card_state() -> str:
+    """Clock, power, temperature and load of the GPU at this moment, in nvidia-smi's words; "" without it."""
+    fields = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
+    return " | ".join(_output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]).splitlines())
 
 
 def environment(device: torch.device) -> dict[str, str]:

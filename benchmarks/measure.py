@@ -1,0 +1,265 @@
+"""One row of the kernel comparison: every provider checked, then all timed in turn."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from expected import Expected, check_ours, check_peer, expect, gradients, run_call
+from peers.base import Call, Maker
+from rows import BACKWARD, FORWARD, STEP, Row, make_inputs, make_upstream, work
+from timing import L2_FLUSH_BYTES, interleaved
+
+OURS = "fuselm"
+GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
+ROUNDS_MS = 800.0  # time that the rounds of one row and direction may take together
+MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this card does at best: bytes copied (read plus written) and bf16 operations of a large matmul, a second;
+    0 where they were not measured."""
+
+    copy: float = 0.0
+    matmul: float = 0.0
+
+
+@dataclass
+class Measurement:
+    """One provider at one row and direction.
+
+    Attributes:
+        status: "ok"; "wrong: ..." for a peer that was timed though its results are not what was asked for;
+            "failed: ..."; or "not timed: ...".
+        ms, low_ms, high_ms: median and 20th and 80th percentile.
+        graph_ms: the same call replayed from a CUDA graph: without what launching costs the host.
+        graph_note: why there is no graph_ms for a short call.
+        gb_s, tflops: of the work that must be done, see rows.work.
+        share: of the ceiling that bounds the row.
+        extra_gib: peak memory that a call takes beyond what was there.
+    """
+
+    status: str = "ok"
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    graph_ms: float | None = None
+    graph_note: str = ""
+    gb_s: float | None = None
+    tflops: float | None = None
+    share: float | None = None
+    extra_gib: float | None = None
+
+
+@dataclass
+class Result:
+    """A row in one direction: provider -> measurement, and what the table needs of the row."""
+
+    op: str
+    label: str
+    direction: str
+    dtype: str
+    bytes: int
+    flops: int
+    goal_ms: float | None
+    near: str
+    rounds: int = 0
+    providers: dict[str, Measurement] = field(default_factory=dict)
+
+
+def describe(error: BaseException) -> str:
+    """One line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def is_ours(provider: str) -> bool:
+    """Whether it is this project's, in whatever form."""
+    return provider.split(",")[0] == OURS
+
+
+def function_of(call: Call, direction: str, upstream: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    """What is timed: a forward pass without a graph, a backward pass on a kept graph, both, or an optimizer's step."""
+    if direction == STEP:
+        return call.function
+    if direction == FORWARD:
+        return partial(_forward, call)
+    if direction == BACKWARD:
+        if call.reset is not None:
+            call.reset()
+        return partial(gradients, call.function(), call.leaves, upstream, retain_graph=True)
+    return partial(_both, call, upstream)
+
+
+def _forward(call: Call) -> None:
+    with torch.no_grad():
+        call.function()
+
+
+def _both(call: Call, upstream: Sequence[torch.Tensor]) -> None:
+    gradients(call.function(), call.leaves, upstream)
+
+
+def _captured(make: Callable[[], Callable[[], Any]], reset: Callable[[], None] | None) -> Callable[[], None]:
+    """A CUDA graph of one call. What is kept for a backward pass is made on the capturing stream: autograd runs a node
+    on the stream of its forward pass."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function = make()
+        for _ in range(2):
+            if reset is not None:
+                reset()
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph.replay
+
+
+def _once(call: Call, function: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
+    """(milliseconds, GiB of extra memory) of one call after one for warm-up."""
+    for last in (False, True):
+        if call.reset is not None:
+            call.reset()
+        if last and device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            timing = interleaved({"": function}, device, 1, warmup=0)[""]
+            # interleaved() holds the buffer that flushes the L2 cache: it is no part of the call
+            peak = torch.cuda.max_memory_allocated(device) - before - L2_FLUSH_BYTES
+            return timing.median_ms, max(peak, 0) / 2**30
+        function()
+    return interleaved({"": function}, device, 1, warmup=0)[""].median_ms, None
+
+
+class RowRun:
+    """Measures one row: its inputs, its providers' calls, and what they should give."""
+
+    def __init__(self, row: Row, dtype: torch.dtype, device: torch.device, ceilings: Ceilings, rounds: int) -> None:
+        self.row, self.dtype, self.device, self.ceilings, self.rounds = row, dtype, device, ceilings, rounds
+        self.calls: dict[str, Call] = {}
+        self.status: dict[str, str] = {}
+
+    def run(self, makers: dict[str, Maker]) -> list[Result]:
+        """All directions of the row. Whatever a provider raises is its status; what the row's own set-up raises (no
+        memory for its inputs) is that of every provider."""
+        try:
+            self.inputs = make_inputs(self.row, self.dtype, self.device)
+            self.upstream = make_upstream(self.row, self.inputs)
+            expected = None if self.row.op == "adamw" else expect(self.row, self.inputs, self.upstream)
+        except Exception as error:
+            self.status = dict.fromkeys(makers, f"failed: {describe(error)}")
+            return [self._result(direction) for direction in self.row.directions]
+        for name, maker in makers.items():
+            self._set_up(name, maker, expected)
+        del expected
+        return [self._direction(direction) for direction in self.row.directions]
+
+    def _set_up(self, name: str, maker: Maker, expected: list[Expected] | None) -> None:
+        """Makes a provider's call and checks what it gives. A peer that is wrong is timed and marked, ours is not."""
+        try:
+            # A step changes the parameters: what the next one should give is known only now.
+            wanted = expect(self.row, self.inputs, self.upstream) if expected is None else expected
+            call = maker(self.inputs)
+            results = run_call(call, self.upstream)
+        except NotImplementedError as error:
+            self.status[name] = f"not timed: {error}"
+            return
+        except Exception as error:
+            self.status[name] = f"failed: {describe(error)}"
+            return
+        try:
+            (check_ours if is_ours(name) else check_peer)(results, wanted, self.dtype)
+            self.status[name] = "ok"
+        except AssertionError as error:
+            self.status[name] = f"{'failed' if is_ours(name) else 'wrong'}: {' '.join(str(error).split())}"
+            if is_ours(name):
+                return
+        except Exception as error:
+            self.status[name] = f"failed: not checked, {describe(error)}"
+            return
+        self.calls[name] = call
+
+    def _result(self, direction: str) -> Result:
+        moved, flops = work(self.row, self.dtype, direction)
+        goal = self.row.goal_ms.get(direction)
+        dtype = str(self.dtype).removeprefix("torch.")
+        result = Result(self.row.op, self.row.label, direction, dtype, moved, flops, goal, self.row.near)
+        result.providers = {name: Measurement(status) for name, status in self.status.items()}
+        return result
+
+    def _direction(self, direction: str) -> Result:
+        result = self._result(direction)
+        functions: dict[str, Callable[[], Any]] = {}
+        short: dict[str, Sequence[torch.Tensor]] = {}
+        total = 0.0
+        for name, call in self.calls.items():
+            measurement = result.providers[name]
+            if direction == BACKWARD and not call.keeps_graph:
+                measurement.status = "not timed: its backward pass overwrites what a second one needs"
+                continue
+            try:
+                upstream = call.upstream(self.upstream)
+                function = function_of(call, direction, upstream)
+                ms, measurement.extra_gib = _once(call, function, self.device)
+            except Exception as error:
+                measurement.status = f"failed: {describe(error)}"
+                continue
+            functions[name] = function
+            total += ms
+            if ms < GRAPH_BELOW_MS:
+                short[name] = upstream
+        result.rounds = max(min(self.rounds, int(ROUNDS_MS / max(total, 1e-3))), MIN_ROUNDS)
+        self._time(result, functions)
+        if self.device.type == "cuda":
+            functions.clear()
+            self._time_graphs(result, direction, short)
+        return result
+
+    def _resets(self, names: Any) -> dict[str, Callable[[], None]]:
+        return {n: reset for n in names if (reset := self.calls[n].reset) is not None}
+
+    def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
+        timings = interleaved(functions, self.device, result.rounds, resets=self._resets(functions), warmup=1)
+        for name, timing in timings.items():
+            m = result.providers[name]
+            m.ms, m.low_ms, m.high_ms = timing.median_ms, timing.low_ms, timing.high_ms
+            m.gb_s = result.bytes / timing.median_ms / 1e6
+            m.tflops = result.flops / timing.median_ms / 1e9 if result.flops else None
+            ceiling, rate = (
+                (self.ceilings.matmul, (m.tflops or 0.0) * 1e12) if result.flops else (self.ceilings.copy, m.gb_s * 1e9)
+            )
+            m.share = rate / ceiling if ceiling else None
+
+    def _time_graphs(self, result: Result, direction: str, short: dict[str, Sequence[torch.Tensor]]) -> None:
+        graphs: dict[str, Callable[[], None]] = {}
+        for name, upstream in short.items():
+            call = self.calls[name]
+            try:
+                graphs[name] = _captured(partial(function_of, call, direction, upstream), call.reset)
+            except Exception as error:
+                result.providers[name].graph_note = f"not captured: {describe(error)}"
+        try:
+            timings = interleaved(graphs, self.device, result.rounds, resets=self._resets(graphs), warmup=1)
+        except Exception as error:  # a graph that captured and does not replay costs the row its graph times only
+            for name in graphs:
+                result.providers[name].graph_note = f"not replayed: {describe(error)}"
+            return
+        for name, timing in timings.items():
+            result.providers[name].graph_ms = timing.median_ms
+
+
+def release(device: torch.device) -> None:
+    """Gives back what a row held, and forgets what was compiled for it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,77 @@
+"""What a provider of a kernel gives to the benchmarks.
+
+A peer's module has NAME, DISTRIBUTIONS (whose versions go into the result file) and `providers()`, which imports the
+peer, raising ImportError where it is missing, and gives op -> {provider name -> maker}. A maker turns the inputs of a
+row, the keyword arguments of our public function, into a Call. What a user of the peer prepares once (tables, separate
+gate and up, another layout) is prepared there, outside the timed part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+def same(tensors: Any) -> Any:
+    """The tensors themselves: for a provider whose results have our shapes."""
+    return tensors
+
+
+@dataclass(frozen=True)
+class Call:
+    """One provider's calls on one row's inputs.
+
+    Attributes:
+        function: the forward pass; gives a tensor or several, in the order of ours.
+        leaves: our input name -> the tensor that is differentiated, in the provider's own layout.
+        upstream: gradients of our outputs -> gradients of this provider's outputs.
+        outputs: this provider's outputs -> the same in our shapes, for the check.
+        gradients: name -> gradient, in the provider's layout -> the same under our names in our shapes, for the check.
+        reset: puts back what a call has overwritten; runs before each call, untimed.
+        keeps_graph: whether a backward pass can be repeated on a kept graph; False where it overwrites what it needs.
+    """
+
+    function: Callable[[], Any]
+    leaves: Mapping[str, torch.Tensor]
+    upstream: Callable[[Tensors], Sequence[torch.Tensor]] = same
+    outputs: Callable[[Tensors], Sequence[torch.Tensor]] = same
+    gradients: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = same
+    reset: Callable[[], None] | None = None
+    keeps_graph: bool = True
+
+
+Maker = Callable[[dict[str, Any]], Call]
+Providers = Mapping[str, Mapping[str, Maker]]
+
+
+def leaves_of(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs that are differentiated, by name."""
+    return {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of an input as a leaf, for a provider that overwrites its inputs or wants another layout."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+
+
+def restore(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """A function that copies the second tensor of each pair over the first."""
+
+    def copy() -> None:
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+
+    return copy
+
+
+def transposed(tensors: Any) -> Any:
+    """(batch, seq, heads, head_dim) <-> (batch, heads, seq, head_dim), as views; of a list or of a dictionary."""
+    if isinstance(tensors, dict):
+        return {name: t.transpose(1, 2) for name, t in tensors.items()}
+    return [t.transpose(1, 2) for t in tensors]

@@ -1,0 +1,56 @@
+"""This project's kernels, as any other provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from peers.base import Call, Maker, Providers, leaves_of, own, restore
+from peers.torch_optim import HYPERPARAMETERS, optimizer_call
+
+from fuselm.kernels.adamw import AdamW
+from fuselm.kernels.specs.registry import SPECS
+
+NAME = "fuselm"
+DISTRIBUTIONS: tuple[str, ...] = ()
+
+
+def plain_call(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
+    """A call of a function that takes our inputs and leaves them alone."""
+    return Call(partial(function, **inputs), leaves_of(inputs))
+
+
+def _compiled(function: Callable[..., Any]) -> Maker:
+    return lambda inputs: plain_call(torch.compile(function, dynamic=False), inputs)
+
+
+def _inplace(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
+    logits = own(inputs["logits"])
+    call = partial(function, **(inputs | {"logits": logits}), inplace=True)
+    return Call(call, {"logits": logits}, reset=restore([(logits, inputs["logits"])]), keeps_graph=False)
+
+
+def _adamw(inputs: dict[str, Any]) -> Call:
+    mode = inputs["mode"]
+    state_dtype = torch.bfloat16 if mode == "bf16" else None
+    optimizer = AdamW(
+        inputs["params"],
+        **HYPERPARAMETERS,
+        max_grad_norm=inputs["max_grad_norm"],
+        master_weights=mode == "master",
+        state_dtype=state_dtype,
+    )
+    return optimizer_call(optimizer, optimizer.step)
+
+
+def providers() -> Providers:
+    """Every op; "fuselm, compiled" is the op inside torch.compile, whose time must be that of the eager launch."""
+    made: dict[str, dict[str, Maker]] = {}
+    for spec in SPECS:
+        made[spec.name] = {"fuselm": partial(plain_call, spec.function), "fuselm, compiled": _compiled(spec.function)}
+    functions = {spec.name: spec.function for spec in SPECS}
+    made["cross_entropy"]["fuselm, in place"] = partial(_inplace, functions["cross_entropy"])
+    made["adamw"] = {"fuselm": _adamw}
+    return made
