@@ -1,89 +1,81 @@
-"""`pytest benchmarks/bench_kernels.py`: each kernel beside plain PyTorch, eager and compiled, on this machine.
+"""`pytest benchmarks/bench_kernels.py`: the comparison of compare_kernels.py as a pytest-benchmark suite.
 
-Each test checks the kernel against fp64 first and times it only if it passes. Without a GPU the suite runs the smallest
-case of each kernel and shows nothing about GPUs; the report says so.
+One group a (kernel, shape, direction), one test a provider. A row is measured once, all its providers checked against
+fp64 and timed interleaved; those figures are in each test's extra_info. pytest-benchmark's own columns come from the
+host's clock around a call that ends with a synchronisation, so they have the cost of launching in them. Without a GPU
+the suite runs the small shapes, which shows nothing about GPUs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-
-from fuselm.kernels.numerics import check_budget
-from fuselm.kernels.specs.base import Case, KernelSpec
-from fuselm.kernels.specs.registry import SPECS
+from compare_kernels import chosen_makers
+from measure import Ceilings, Result, RowRun, function_of, release
+from peers.registry import load_peers
+from rows import ODD_ROWS, ROWS, TINY_ROWS, Row
+from timing import copy_bandwidth, environment, matmul_rate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-CHECK_LIMIT = 2**28  # elements of the largest input whose fp64 check fits beside it
+CPU_PROVIDERS = ("eager", "torch.compile", "torch foreach", "FA2 (SDPA)")
+PEERS = load_peers()
 
 
-def _cases(spec: KernelSpec) -> tuple[Case, ...]:
-    return spec.benchmark_cases if DEVICE.type == "cuda" else spec.test_cases[:1]
+def _makers(row: Row) -> dict[str, Any]:
+    return chosen_makers(PEERS, row, () if DEVICE.type == "cuda" else CPU_PROVIDERS)
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+@functools.cache
+def _surroundings() -> tuple[Ceilings, dict[str, str]]:
+    """Ceilings and environment, measured once a session."""
+    functorch_config.donated_buffer = False  # a compiled backward pass that is timed again needs its buffers
+    on_gpu = DEVICE.type == "cuda"
+    ceilings = Ceilings(copy_bandwidth(DEVICE), matmul_rate(DEVICE)) if on_gpu else Ceilings()
+    return ceilings, environment(DEVICE) | PEERS.versions | {"shows_gpu": str(on_gpu)}
 
 
-def _differentiable(outputs: Any) -> list[torch.Tensor]:
-    return [o for o in _tensors(outputs) if o.requires_grad]
-
-
-def _providers(spec: KernelSpec) -> dict[str, Callable[..., Any]]:
-    return {"fuselm": spec.function, "eager": spec.plain, "compile": torch.compile(spec.plain)}
-
-
-def _check(spec: KernelSpec, inputs: dict[str, Any]) -> None:
-    """Forward values against fp64 where that fits; a kernel that fails is not timed."""
-    floats = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    if max(t.numel() for t in floats) > CHECK_LIMIT:
-        pytest.fail(f"{spec.name}: an input of more than {CHECK_LIMIT} elements cannot be checked; take a smaller case")
-    wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
-    with torch.no_grad():
-        ours, exact, plain = (
-            _tensors(f(**i)) for f, i in ((spec.function, inputs), (spec.plain, wide), (spec.plain, inputs))
-        )
-    for i, (a, e, p) in enumerate(zip(ours, exact, plain, strict=False)):
-        check_budget(a, e, p, name=f"{spec.name} output {i}", dtype=DTYPE)
+@functools.lru_cache(maxsize=1)  # tests come row by row: what the one before held is let go
+def _measured(row: Row) -> tuple[RowRun, dict[str, Result]]:
+    release(DEVICE)
+    run = RowRun(row, DTYPE, DEVICE, _surroundings()[0], rounds=50)
+    return run, {result.direction: result for result in run.run(_makers(row))}
 
 
 def _parameters() -> list[Any]:
     return [
-        pytest.param(spec, case, direction, provider, id=f"{spec.name}-{index}-{direction}-{provider}")
-        for spec in SPECS
-        for index, case in enumerate(_cases(spec))
-        for direction in ("forward", "forward+backward")
-        for provider in ("fuselm", "eager", "compile")
+        pytest.param(row, direction, provider, id=f"{row.name}-{direction}-{provider}")
+        for row in (ROWS + ODD_ROWS if DEVICE.type == "cuda" else TINY_ROWS)
+        for direction in row.directions
+        for provider in _makers(row)
     ]
 
 
-@pytest.mark.parametrize(("spec", "case", "direction", "provider"), _parameters())
-def test_kernel(benchmark, spec: KernelSpec, case: Case, direction: str, provider: str) -> None:
-    functorch_config.donated_buffer = False  # a compiled backward that is timed twice needs its buffers
-    generator = torch.Generator(device=DEVICE).manual_seed(0)
-    inputs = spec.make_inputs(case, DTYPE, DEVICE, generator)
-    if provider == "fuselm":
-        _check(spec, inputs)
-    function = _providers(spec)[provider]
-    leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-
-    def run() -> None:
-        if direction == "forward":
-            with torch.no_grad():
-                function(**inputs)
-        else:
-            outputs = _differentiable(function(**inputs))
-            torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs])
+def _synchronised(function: Callable[[], Any]) -> Callable[[], None]:
+    def call() -> None:
+        function()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
 
-    benchmark.group = f"{spec.name} {dict(case)} {direction}"
-    moved = spec.bytes_moved(case, DTYPE, "forward")
-    moved += spec.bytes_moved(case, DTYPE, "backward") if direction != "forward" else 0
-    benchmark.pedantic(run, rounds=20, warmup_rounds=3)
-    benchmark.extra_info |= {"bytes": moved, "GB/s": moved / benchmark.stats.stats.median / 1e9, "dtype": str(DTYPE)}
+    return call
+
+
+@pytest.mark.parametrize(("row", "direction", "provider"), _parameters())
+def test_kernel(benchmark, row: Row, direction: str, provider: str) -> None:
+    run, results = _measured(row)
+    measurement = results[direction].providers[provider]
+    if measurement.status.startswith("not timed"):
+        pytest.skip(measurement.status)
+    assert measurement.status == "ok", measurement.status
+    call = run.calls[provider]
+    function = function_of(call, direction, call.upstream(run.upstream))
+    benchmark.group = f"{row.name} {direction}"
+    benchmark.extra_info |= dataclasses.asdict(measurement) | _surroundings()[1]
+    setup = None if call.reset is None else call.reset
+    benchmark.pedantic(_synchronised(function), setup=setup, rounds=10, warmup_rounds=1)

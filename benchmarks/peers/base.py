@@ -17,6 +17,10 @@ import torch
 Tensors = list[torch.Tensor]
 
 
+class NotOfferedError(Exception):
+    """The provider does not have what the row asks for."""
+
+
 def same(tensors: Any) -> Any:
     """The tensors themselves: for a provider whose results have our shapes."""
     return tensors

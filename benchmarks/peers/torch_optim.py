@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peers.base import Call, Providers
+from peers.base import Call, NotOfferedError, Providers
 
 NAME = "torch.optim"
 DISTRIBUTIONS = ("torch",)
@@ -43,7 +43,7 @@ def _torch(inputs: dict[str, Any], **implementation: Any) -> Call:
 
 def _without_master(inputs: dict[str, Any], **implementation: Any) -> Call:
     if inputs["mode"] == "master":
-        raise NotImplementedError("torch.optim.AdamW has no fp32 master copy of bf16 parameters")
+        raise NotOfferedError("torch.optim.AdamW has no fp32 master copy of bf16 parameters")
     return _torch(inputs, **implementation)
 
 
