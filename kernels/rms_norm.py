@@ -1,177 +1,243 @@
 """RMSNorm and residual-add + RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-Forward, a row x of n elements:    rstd = 1 / sqrt(mean(x²) + eps)       y = x · rstd · w
+Forward, a row x of n elements:    rstd = 1 / sqrt(mean(x²) + eps)       y = x · rstd · (offset + w)
 With a residual:                   h = x + residual, rounded to its dtype, takes the place of x; h is a second output.
-Backward, x̂ = x · rstd, g = dy · w: dx = rstd · (g - x̂ · mean(g · x̂)) [+ dh]       dw = Σ_rows dy · x̂
+Backward, x̂ = x · rstd, g = dy · (offset + w):
+                                   dx = rstd · (g - x̂ · mean(g · x̂)) [+ dh]       dw = Σ_rows dy · x̂
 
 Saved: x (or h), w, rstd (4 bytes a row). Bytes that must move, for elements of size s and R rows: forward 2·R·n·s,
 backward 3·R·n·s; with a residual 4·R·n·s each way (backward: dy, dh, h in, one gradient out, which both inputs share).
 
-dw is summed in fp32: each program of a persistent grid keeps one partial row, and a second step adds the partials in a
-fixed order, so that the result has the same bits in every run.
+dw is summed in fp32: each program of a persistent grid keeps one partial row, and a second kernel adds the partials in
+a fixed order, so that the result has the same bits in every run. The kernels are in rms_norm_kernels.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl
-from fuselm.kernels.launch.rms_norm import backward_launch, forward_launch
-from fuselm.kernels.strides import as_rows
+from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
+from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
+from fuselm.kernels.launch.rms_norm import backward_launch, forward_launch, sum_launch
+from fuselm.kernels.rms_norm_kernels import (
+    rms_norm_backward_chunked_kernel,
+    rms_norm_backward_kernel,
+    rms_norm_forward_chunked_kernel,
+    rms_norm_forward_kernel,
+    sum_partials_kernel,
+)
 
 MAX_WIDTH = 65536
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6) -> torch.Tensor:
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0
+) -> torch.Tensor:
     """Plain PyTorch RMSNorm over the last dimension, fp32 inside (fp64 for fp64 input), result in x's dtype."""
     wide = x.to(compute_dtype(x))
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight.to(wide.dtype)
+        y = y * (offset + weight.to(wide.dtype))
     return y.to(x.dtype)
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch h = x + residual; (rms_norm(h), h)."""
     wide = compute_dtype(x, residual)
     h = (x.to(wide) + residual.to(wide)).to(residual.dtype)
-    return rms_norm_reference(h, weight, eps=eps).to(x.dtype), h
+    return rms_norm_reference(h, weight, eps=eps, offset=offset).to(x.dtype), h
 
 
-@jit
-def _rms_norm_forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    h_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    rows,
-    n,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = tl.arange(0, BLOCK_N)
-    row_mask = row < rows
-    mask = row_mask[:, None] & (col < n)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)  # [ROWS, N]
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        h = x.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + row[:, None] * n + col[None, :], h, mask=mask)
-        x = h.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
-    mean_square = tl.sum(x * x, 1) / n
-    rstd = 1.0 / tl.sqrt_rn(mean_square + tl.cast(eps, tl.float32))
-    tl.store(rstd_ptr + row, rstd, mask=row_mask)
-    y = x * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + col, mask=col < n, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+def _merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The one stride that walks over dimensions of these sizes in order; None where no single stride does."""
+    step = extent = 0
+    first = True
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if first:
+            step, first = stride, False
+        elif stride != extent:
+            return None
+        extent = stride * size
+    return step
 
 
-@jit
-def _rms_norm_backward_kernel(
-    dy_ptr,
-    dh_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    dy_stride,
-    dh_stride,
-    x_stride,
-    rows,
-    n,
-    HAS_DH: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    col = tl.arange(0, BLOCK_N)
-    col_mask = col < n
-    dw = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-    w = tl.full([BLOCK_N], 1.0, tl.float32)
-    if HAS_WEIGHT:
-        w = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
-        row = start + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-        row_mask = row < rows
-        mask = row_mask[:, None] & col_mask[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
-        x_hat = x * rstd[:, None]  # [ROWS, N]
-        if NEED_DW:
-            dw += dy * x_hat
-        g = dy * w[None, :]
-        mean = tl.sum(g * x_hat, 1) / n
-        dx = rstd[:, None] * (g - x_hat * mean[:, None])
-        if HAS_DH:
-            dx += tl.load(dh_ptr + row[:, None] * dh_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row[:, None] * n + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_DW:
-        partial = dw_partial_ptr + tl.program_id(0).to(tl.int64) * n + col
-        tl.store(partial, tl.sum(dw, 0), mask=col_mask)
+def _row_views(*tensors: torch.Tensor) -> tuple[int, list[tuple[torch.Tensor, int, int]]]:
+    """How a kernel walks over the rows of tensors (..., n) of one shape.
+
+    Returns:
+        inner, and for each tensor (itself, stride_outer, stride_inner): row r lies at (r // inner) * stride_outer +
+        (r % inner) * stride_inner. inner is 1 where all leading dimensions merge, else the last leading dimension, as
+        for the heads of a packed qkv projection. A tensor that fits neither is copied once.
+    """
+    if all(x.is_contiguous() for x in tensors):
+        return 1, [(x, x.shape[-1], 0) for x in tensors]
+    lead = tensors[0].shape[:-1]
+    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+    merged = [_merged_stride(lead, x.stride()[:-1]) for x in dense]
+    if None not in merged:
+        return 1, [(x, stride or 0, 0) for x, stride in zip(dense, merged, strict=True)]
+    views = []
+    for x in dense:
+        outer = _merged_stride(lead[:-1], x.stride()[:-2])
+        if outer is None:
+            x = x.contiguous()
+            outer = x.stride(-2) * lead[-1]
+        views.append((x, outer, x.stride(-2)))
+    return lead[-1], views
 
 
 def _launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_rows = as_rows(x)
-    residual_rows = x_rows if residual is None else as_rows(residual)
-    rows, n = x_rows.shape
+    """(y, h, rstd); without a residual h is y."""
+    n = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = y if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows = rstd.numel()
     if rows == 0:
         return y, h, rstd
-    launch = forward_launch(n, device_profile(x.device))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _rms_norm_forward_kernel[(-(-rows // launch.block_rows),)](
-            x_rows,
-            residual_rows,
-            x_rows if weight is None else weight.contiguous(),
-            y,
-            h,
-            rstd,
-            x_rows.stride(0),
-            residual_rows.stride(0),
-            rows,
-            n,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            BLOCK_ROWS=launch.block_rows,
-            BLOCK_N=launch.block_n,
-            num_warps=launch.num_warps,
-        )
+    inner, views = _row_views(x) if residual is None else _row_views(x, residual)
+    (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
+    launch = forward_launch(rows, n, x.element_size(), device_profile(x.device))
+    blocks = -(-rows // launch.block_rows)
+    arguments = (
+        x_in,
+        residual_in,
+        x_in if weight is None else weight.contiguous(),
+        y,
+        h,
+        rstd,
+        *x_strides,
+        *residual_strides,
+        rows,
+        inner,
+        eps,
+        offset,
+        residual is not None,
+        weight is not None,
+        n,
+    )
+    with launch_device(x):
+        if launch.covers(n):
+            rms_norm_forward_kernel[(min(launch.programs or blocks, blocks),)](
+                *arguments,
+                EVEN_ROWS=rows % launch.block_rows == 0,
+                BLOCK_ROWS=launch.block_rows,
+                BLOCK_N=launch.block_n,
+                BLOCK_TAIL=launch.block_tail,
+                STAGES=launch.num_stages,
+                num_warps=launch.num_warps,
+            )
+        else:
+            rms_norm_forward_chunked_kernel[(rows,)](*arguments, BLOCK_N=launch.block_n, num_warps=launch.num_warps)
     return y, h, rstd
 
 
+def _launch_backward(
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    eps: float,
+    offset: float,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx in x's dtype, dw in weight's dtype or an empty tensor)."""
+    rows, n = rstd.numel(), x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw_dtype = torch.float32 if weight is None else weight.dtype
+    if rows == 0:
+        return dx, torch.zeros(n if need_dw else 0, dtype=dw_dtype, device=x.device)
+    profile, itemsize = device_profile(x.device), x.element_size()
+    launch = backward_launch(rows, n, itemsize, profile)
+    programs = min(launch.programs or rows, -(-rows // launch.block_rows))
+    partial_stride = -(-n // 16) * 16  # aligned rows: the partials are read in vectors, whatever n is
+    partial = torch.empty((programs, partial_stride) if need_dw else 0, dtype=torch.float32, device=x.device)
+    dw = torch.empty(n if need_dw else 0, dtype=dw_dtype, device=x.device)
+    inner, views = _row_views(dy, x) if dh is None else _row_views(dy, x, dh)
+    (dy_in, *dy_strides), (x_in, *x_strides), (dh_in, *dh_strides) = views[0], views[1], views[-1]
+    arguments = (
+        dy_in,
+        dh_in,
+        x_in,
+        x_in if weight is None else weight.contiguous(),
+        rstd.contiguous(),
+        dx,
+        partial,
+        *dy_strides,
+        *dh_strides,
+        *x_strides,
+        rows,
+        inner,
+        eps,
+        offset,
+        dh is not None,
+        weight is not None,
+        need_dw,
+        launch.recompute_rstd,
+        n,
+        partial_stride,
+    )
+    with launch_device(x):
+        if launch.covers(n):
+            rms_norm_backward_kernel[(programs,)](
+                *arguments,
+                EVEN_ROWS=rows % launch.block_rows == 0,
+                SUM_ROWS=launch.rows_in_one_thread(launch.block_n, itemsize),
+                SUM_TAIL_ROWS=launch.rows_in_one_thread(launch.block_tail, itemsize),
+                BLOCK_ROWS=launch.block_rows,
+                BLOCK_N=launch.block_n,
+                BLOCK_TAIL=launch.block_tail,
+                STAGES=launch.num_stages,
+                num_warps=launch.num_warps,
+            )
+        else:
+            rms_norm_backward_chunked_kernel[(programs,)](
+                *arguments, BLOCK_ROWS=launch.block_rows, BLOCK_N=launch.block_n, num_warps=launch.num_warps
+            )
+        if need_dw:
+            choice = sum_launch(programs, n, profile)
+            sum_partials_kernel[(-(-n // choice.block_n),)](
+                partial,
+                dw,
+                programs,
+                N=n,
+                PARTIAL_STRIDE=partial_stride,
+                BLOCK_PARTIALS=choice.block_partials,
+                BLOCK_N=choice.block_n,
+                num_warps=choice.num_warps,
+            )
+    return dx, dw
+
+
 @torch.library.custom_op("fuselm::rms_norm_forward", mutates_args=())
-def _rms_norm_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, eps)
+def _rms_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, eps, offset)
     return y, rstd
 
 
 @torch.library.custom_op("fuselm::add_rms_norm_forward", mutates_args=())
 def _add_rms_norm_forward(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_forward(x, residual, weight, eps)
+    return _launch_forward(x, residual, weight, eps, offset)
 
 
 @torch.library.custom_op("fuselm::rms_norm_backward", mutates_args=())
@@ -181,48 +247,23 @@ def _rms_norm_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
+    eps: float,
+    offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dy_rows, x_rows = as_rows(dy), as_rows(x)
-    dh_rows = dy_rows if dh is None else as_rows(dh)
-    rows, n = x_rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return dx, torch.zeros(n if need_dw else 0, dtype=torch.float32, device=x.device)
-    launch = backward_launch(rows, n, device_profile(x.device))
-    partial = torch.empty((launch.programs, n) if need_dw else (0, n), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _rms_norm_backward_kernel[(launch.programs,)](
-            dy_rows,
-            dh_rows,
-            x_rows,
-            x_rows if weight is None else weight.contiguous(),
-            rstd,
-            dx,
-            partial,
-            dy_rows.stride(0),
-            dh_rows.stride(0),
-            x_rows.stride(0),
-            rows,
-            n,
-            HAS_DH=dh is not None,
-            HAS_WEIGHT=weight is not None,
-            NEED_DW=need_dw,
-            BLOCK_ROWS=launch.block_rows,
-            BLOCK_N=launch.block_n,
-            num_warps=launch.num_warps,
-        )
-    return dx, partial.sum(0) if need_dw else partial.new_empty(0)
+    return _launch_backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
 
 
 @_rms_norm_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @_add_rms_norm_forward.register_fake
 def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), residual.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -234,45 +275,60 @@ def _(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
+    eps: float,
+    offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[-1] if need_dw else 0, dtype=torch.float32)
+    dw_dtype = torch.float32 if weight is None else weight.dtype
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1] if need_dw else 0, dtype=dw_dtype)
+
+
+def _save(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, *numbers: Any) -> None:
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.numbers = numbers
+    ctx.set_materialize_grads(False)  # an output that nothing used sends None
+
+
+def _gradients(ctx: Any, dy: torch.Tensor, dh: torch.Tensor | None, need_dw: bool) -> tuple[torch.Tensor, Any]:
+    x, weight, rstd = ctx.saved_tensors
+    eps, offset = ctx.numbers[:2]
+    # With gradients recorded (create_graph) the op says that it has no second derivative.
+    direct = not torch.is_grad_enabled() and may_skip_dispatcher(dy, dh, x, weight)
+    backward = _launch_backward if direct else torch.ops.fuselm.rms_norm_backward
+    dx, dw = backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
+    return dx, dw if need_dw else None
 
 
 def _setup_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
+    x, weight, eps, offset = inputs
+    _save(ctx, x, weight, output[1], eps, offset)
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
-def _backward_rms_norm(ctx: Any, dy: torch.Tensor | None, _drstd: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward_rms_norm(ctx: Any, dy: torch.Tensor | None, _drstd: Any = None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    need_dw = ctx.needs_input_grad[1]
-    dx, dw = torch.ops.fuselm.rms_norm_backward(dy, None, x, weight, rstd, need_dw)
-    return dx, dw.to(weight.dtype) if need_dw else None, None
+        return None, None, None, None
+    dx, dw = _gradients(ctx, dy, None, ctx.needs_input_grad[1])
+    return dx, dw, None, None
 
 
 def _setup_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight, _ = inputs
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.dtypes = x.dtype, residual.dtype
+    x, residual, weight, eps, offset = inputs
+    _save(ctx, output[1], weight, output[2], eps, offset, x.dtype, residual.dtype)
     ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
 
 
 def _backward_add_rms_norm(
-    ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None, _drstd: Any
+    ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None, _drstd: Any = None
 ) -> tuple[torch.Tensor | None, ...]:
-    h, weight, rstd = ctx.saved_tensors
-    x_dtype, residual_dtype = ctx.dtypes
+    x_dtype, residual_dtype = ctx.numbers[2:]
     if dy is None:  # only the residual output was used: the norm contributes nothing
-        return (None, None, None, None) if dh is None else (dh.to(x_dtype), dh.to(residual_dtype), None, None)
-    need_dw = ctx.needs_input_grad[2]
-    dx, dw = torch.ops.fuselm.rms_norm_backward(dy, dh, h, weight, rstd, need_dw)
-    return dx.to(x_dtype), dx.to(residual_dtype), dw.to(weight.dtype) if need_dw else None, None
+        dx, dw = dh, None
+    else:
+        dx, dw = _gradients(ctx, dy, dh, ctx.needs_input_grad[2])
+    if dx is None:
+        return (None,) * 5
+    return dx.to(x_dtype), dx.to(residual_dtype), dw, None, None
 
 
 torch.library.register_autograd("fuselm::rms_norm_forward", _backward_rms_norm, setup_context=_setup_rms_norm)
@@ -281,7 +337,37 @@ torch.library.register_autograd(
 )
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: Backend) -> bool:
+class _RmsNorm(torch.autograd.Function):
+    """rms_norm without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
+        y, _, rstd = _launch_forward(x, None, weight, eps, offset)
+        _save(ctx, x, weight, rstd, eps, offset)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _backward_rms_norm(ctx, *grad_outputs)
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """add_rms_norm without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, h, rstd = _launch_forward(x, residual, weight, eps, offset)
+        _save(ctx, h, weight, rstd, eps, offset, x.dtype, residual.dtype)
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _backward_add_rms_norm(ctx, *grad_outputs)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, backend: Backend) -> bool:
     """Validates the arguments; True if the kernels run, False for the reference."""
     if not x.is_floating_point():
         raise TypeError(f"x has dtype {x.dtype}: expected a floating-point tensor")
@@ -296,6 +382,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: Ba
         raise ValueError(f"weight is on {weight.device}, x on {x.device}: move them to one device")
     if not eps >= 0:
         raise ValueError(f"eps={eps}: expected a number >= 0")
+    if weight is None and offset != 0:
+        raise ValueError(f"offset={offset} without a weight: it is added to the weight; pass one, or leave offset at 0")
     if select_backend(backend, x.device) == "reference":
         return False
     if x.dtype not in _KERNEL_DTYPES or n == 0 or n > MAX_WIDTH:
@@ -309,14 +397,22 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: Ba
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, backend: Backend = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
-    """RMSNorm over the last dimension: y = x / sqrt(mean(x²) + eps) · weight.
+    """RMSNorm over the last dimension: y = x / sqrt(mean(x²) + eps) · (offset + weight).
 
     Args:
-        x: (..., dim), bf16/fp16/fp32, any strides (a last dimension that is not contiguous is copied once).
+        x: (..., dim), bf16/fp16/fp32, any strides: also (batch, seq, heads, head_dim) as a view of a packed projection,
+            for a norm over each head. Copied once where the last dimension is not contiguous, or where the dimensions
+            before the last two do not merge.
         weight: (dim,) or None for no scale; may be of another dtype than x (fp32 weight, bf16 x).
         eps: added to the mean of squares.
+        offset: added to the weight; 1 for weights that are stored as their distance from one, as Gemma's are.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -326,9 +422,13 @@ def rms_norm(
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message names the argument.
         RuntimeError: backend="triton" where Triton cannot run.
     """
-    if not _check(x, weight, eps, backend):
-        return rms_norm_reference(x, weight, eps=eps)
-    return torch.ops.fuselm.rms_norm_forward(x, weight, eps)[0]
+    if not _check(x, weight, eps, offset, backend):
+        return rms_norm_reference(x, weight, eps=eps, offset=offset)
+    if not may_skip_dispatcher(x, weight):
+        return torch.ops.fuselm.rms_norm_forward(x, weight, eps, offset)[0]
+    if needs_grad(x, weight):
+        return _RmsNorm.apply(x, weight, eps, offset)
+    return _launch_forward(x, None, weight, eps, offset)[0]
 
 
 def add_rms_norm(
@@ -337,6 +437,7 @@ def add_rms_norm(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
+    offset: float = 0.0,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = x + residual and its RMSNorm in one pass; the gradients of both outputs meet in one backward pass.
@@ -346,6 +447,7 @@ def add_rms_norm(
         residual: the shape of x; the running sum, whose dtype h takes.
         weight: (dim,) or None.
         eps: added to the mean of squares.
+        offset: added to the weight; 1 for weights that are stored as their distance from one, as Gemma's are.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -361,8 +463,13 @@ def add_rms_norm(
         raise ValueError(f"residual is on {residual.device}, x on {x.device}: move them to one device")
     if not residual.is_floating_point():
         raise TypeError(f"residual has dtype {residual.dtype}: expected a floating-point tensor")
-    use_kernels = _check(x, weight, eps, backend)
+    use_kernels = _check(x, weight, eps, offset, backend)
     if not use_kernels or residual.dtype not in _KERNEL_DTYPES:
-        return add_rms_norm_reference(x, residual, weight, eps=eps)
-    y, h, _ = torch.ops.fuselm.add_rms_norm_forward(x, residual, weight, eps)
+        return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset)
+    if not may_skip_dispatcher(x, residual, weight):
+        y, h, _ = torch.ops.fuselm.add_rms_norm_forward(x, residual, weight, eps, offset)
+    elif needs_grad(x, residual, weight):
+        y, h = _AddRmsNorm.apply(x, residual, weight, eps, offset)
+    else:
+        y, h, _ = _launch_forward(x, residual, weight, eps, offset)
     return y, h

@@ -1,10 +1,22 @@
-"""Launch choices of the RMSNorm kernels: a pure function of the row width and the device."""
+"""Launch choices of the RMSNorm kernels: pure functions of the shape, the element size and the device.
+
+A row that fits is held in registers, in one block or in a power of two plus a smaller tail (768 = 512 + 256,
+5,120 = 4,096 + 1,024), whichever covers the width with fewer idle lanes. A wider row is read twice in chunks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
+
+_VECTOR_BYTES = 16
+# Widest rows that are held in registers: compiled ahead of time for sm_80, sm_90 and sm_100 nothing spills up to here.
+# Backward a thread holds x, dy, the weight and dw.
+_FORWARD_WIDTH = 16384
+_BACKWARD_WIDTH = 8192
+# Half of an L2 cache of 60 MB: what all programs together may read a second time.
+_CACHE_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -13,34 +25,108 @@ class RmsNormLaunch:
 
     Attributes:
         block_rows: rows a program holds at once (a power of two).
-        block_n: columns a program holds, the row width rounded up to a power of two.
+        block_n: columns of the main block (a power of two). The columns that no block covers make the kernel one that
+            reads each row twice, in chunks of block_n.
+        block_tail: columns of a second block beside the main one (a power of two), 0 for none.
         num_warps: warps a program.
-        programs: programs of the persistent backward grid; each writes one fp32 partial of dw.
+        programs: programs of a persistent grid, whose programs take the next rows in turn; 0 for one program a block
+            of rows. Backward, each program writes one fp32 partial of dw.
+        num_stages: rows in flight through shared memory in a program's loop; 1 for loads straight to registers.
+        recompute_rstd: backward: compute 1 / rms again from x instead of reading what the forward pass saved.
     """
 
     block_rows: int
     block_n: int
+    block_tail: int
     num_warps: int
-    programs: int
+    programs: int = 0
+    num_stages: int = 1
+    recompute_rstd: bool = False
+
+    def covers(self, n: int) -> bool:
+        """True where a row of `n` elements is held in registers as a whole."""
+        return self.block_n + self.block_tail >= n
+
+    def rows_in_one_thread(self, columns: int, itemsize: int) -> bool:
+        """True where the program's threads all lie along a row of `columns`, so that a sum over rows is local."""
+        return columns * itemsize // _VECTOR_BYTES >= 32 * self.num_warps
 
 
-def _next_power_of_2(n: int) -> int:
+@dataclass(frozen=True)
+class SumLaunch:
+    """Launch of the kernel that adds the partials of dw.
+
+    Attributes:
+        block_partials: partials read at once.
+        block_n: columns a program.
+        num_warps: warps a program.
+    """
+
+    block_partials: int
+    block_n: int
+    num_warps: int
+
+
+def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def forward_launch(n: int, profile: DeviceProfile) -> RmsNormLaunch:
-    """Forward launch for rows of `n` elements: 16 elements a thread, short rows several to a program."""
-    block_n = max(_next_power_of_2(n), 16)
-    block_rows = max(1, 2048 // block_n)  # a program of 4 warps at 16 elements a thread
-    num_warps = min(max(block_rows * block_n // 512, 1), 32)
-    return RmsNormLaunch(block_rows, block_n, num_warps, 0)
+def split_width(n: int) -> tuple[int, int]:
+    """(main, tail) blocks that cover a row of `n` elements with the fewest lanes; tail 0 for one block."""
+    whole = max(_power_of_two(n), 16)
+    main = whole // 2
+    tail = max(_power_of_two(n - main), 16)
+    return (main, tail) if n >= 256 and tail < main else (whole, 0)
 
 
-def backward_launch(rows: int, n: int, profile: DeviceProfile) -> RmsNormLaunch:
+def _warps(elements: int, per_thread: int, largest: int) -> int:
+    return min(max(_power_of_two(elements // (32 * per_thread)), 1), largest)
+
+
+def _tail_warps(tail: int) -> int:
+    """As many warps as a tail has vectors of 8 for: both blocks then lie over the threads alike, and nothing moves
+    between threads to meet. One warp, for a tail of 256, needs no barrier either."""
+    return _warps(tail, 8, 32)
+
+
+def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
+    """Forward launch for `rows` rows of `n` elements of `itemsize` bytes."""
+    if n > _FORWARD_WIDTH:
+        # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
+        return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
+    main, tail = split_width(n)
+    if n * itemsize % _VECTOR_BYTES:
+        # Rows start anywhere: loads are narrow, and the weight changes layout, which a persistent grid does once.
+        num_warps = _warps(main, 16, 32)
+        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 32 // num_warps))
+    if tail:
+        return RmsNormLaunch(1, main, tail, _tail_warps(tail))
+    block_rows = min(max(1, 2048 // main), _power_of_two(rows))
+    return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
+
+
+def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
     """Backward launch: a persistent grid; more programs hide latency, fewer write less of the dw partials."""
-    block_n = max(_next_power_of_2(n), 16)
-    block_rows = max(1, 1024 // block_n)
-    num_warps = min(max(block_rows * block_n // 512, 1), 32)
-    per_sm = min(max(32 // num_warps, 1), 8)
-    programs = min(profile.num_sms * per_sm, -(-max(rows, 1) // block_rows))
-    return RmsNormLaunch(block_rows, block_n, num_warps, programs)
+    if n > _BACKWARD_WIDTH:
+        fitting = _CACHE_BYTES // (profile.num_sms * 2 * n * itemsize)
+        block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
+        return RmsNormLaunch(block_rows, 8192 // itemsize, 0, 16, profile.num_sms)
+    main, tail = split_width(n)
+    aligned = n * itemsize % _VECTOR_BYTES == 0
+    if tail and aligned and main <= 2 * tail:
+        num_warps = _tail_warps(tail)
+        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 12 // num_warps))
+    if tail and aligned:
+        # Few threads for a small tail would hold more of the main block than fits their registers: idle lanes instead.
+        main, tail = 2 * main, 0
+    block_rows = min(max(1, 1024 // main), _power_of_two(rows))
+    num_warps = _warps(block_rows * main, 16, 32)
+    # Rows through shared memory, two ahead of the one that is computed, where vectors can be copied.
+    stages = 3 if aligned else 1
+    return RmsNormLaunch(block_rows, main, tail, num_warps, profile.num_sms * max(1, 16 // num_warps), stages)
+
+
+def sum_launch(partials: int, n: int, profile: DeviceProfile) -> SumLaunch:
+    """Launch that adds `partials` fp32 rows of `n` elements: narrow columns, so that many programs share the work."""
+    block_n = 16 if n <= 4096 else 32
+    return SumLaunch(min(256, max(_power_of_two(partials), 16)), block_n, 4)

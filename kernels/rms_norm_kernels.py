@@ -1,0 +1,353 @@
+"""Kernels of rms_norm and add_rms_norm; what they compute stands in rms_norm.py.
+
+Rows are numbered over all leading dimensions. A tensor is seen as (outer, inner, N) with strides of its own: row r
+starts at (r // inner) * stride_outer + (r % inner) * stride_inner; inner is 1, and compiled away, wherever the leading
+dimensions merge. N is a compile-time constant: the width of a model, so that masks and divisions fold.
+
+EVEN means that a tile needs no mask: its rows and its columns all exist.
+"""
+
+from __future__ import annotations
+
+from fuselm.kernels._triton import jit, tl
+
+
+@jit
+def _row_offset(row, inner, stride_outer, stride_inner):
+    """Where each row starts. The division is in int32: rows are fewer than 2**31, elements need not be."""
+    return (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+
+
+@jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers).to(tl.float32)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def _store(pointers, value, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, value.to(pointers.dtype.element_ty))
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load_weight(weight_ptr, col, offset, N: tl.constexpr, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+    """[1, C] fp32: offset + weight, or ones."""
+    if HAS_WEIGHT:
+        return _load(weight_ptr + col, col < N, EVEN) + tl.cast(offset, tl.float32)
+    else:
+        return tl.full(col.shape, 1.0, tl.float32)
+
+
+@jit
+def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr):
+    """[R, C] fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
+    value = _load(x, mask, EVEN)
+    if HAS_RESIDUAL:
+        total = (value + _load(residual, mask, EVEN)).to(h.dtype.element_ty)
+        _store(h, total, mask, EVEN)
+        value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
+    return value
+
+
+@jit
+def rms_norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    h_ptr,
+    rstd_ptr,
+    x_stride_outer,
+    x_stride_inner,
+    residual_stride_outer,
+    residual_stride_inner,
+    rows,
+    inner,
+    eps,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    N: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Whole rows in registers: one read, one write."""
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
+    col = tl.arange(0, BLOCK_N)[None, :]
+    weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, BLOCK_N <= N)
+    tail_col, tail_weight = col, weight  # without a tail none of its names is used
+    if BLOCK_TAIL > 0:
+        tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_weight = _load_weight(weight_ptr, tail_col, offset, N, HAS_WEIGHT, BLOCK_N + BLOCK_TAIL == N)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for start in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):  # pyright: ignore
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        x = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
+        residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
+        out = row.to(tl.int64) * N
+        mask = (row < rows) & (col < N)
+        value = _load_input(x + col, residual + col, h_ptr + out + col, mask, HAS_RESIDUAL, EVEN)  # [R, N]
+        tail, tail_mask = value, mask
+        if BLOCK_TAIL > 0:
+            tail_mask = (row < rows) & (tail_col < N)
+            tail = _load_input(
+                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL
+            )
+        squares = tl.sum(value * value, 1, keep_dims=True)  # [R, 1]
+        if BLOCK_TAIL > 0:
+            squares += tl.sum(tail * tail, 1, keep_dims=True)
+        rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+        _store(y_ptr + out + col, value * rstd * weight, mask, EVEN)
+        if BLOCK_TAIL > 0:
+            _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL)
+
+
+@jit
+def rms_norm_forward_chunked_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    h_ptr,
+    rstd_ptr,
+    x_stride_outer,
+    x_stride_inner,
+    residual_stride_outer,
+    residual_stride_inner,
+    rows,
+    inner,
+    eps,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rows wider than registers hold, one a program: read for the norm, then again, out of a cache, to be scaled."""
+    EVEN: tl.constexpr = N % BLOCK_N == 0
+    row = tl.program_id(0)
+    x = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
+    residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
+    out = row.to(tl.int64) * N
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN)
+        squares += value * value
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / N + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd)
+    if HAS_RESIDUAL:
+        tl.debug_barrier()  # what another thread has stored of h is read below
+        x = h_ptr + out
+    for start in range(0, N, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, EVEN)
+        _store(y_ptr + out + col, _load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
+
+
+@jit
+def _gradient(dy, x_hat, weight, mean, rstd, dh, mask, HAS_DH: tl.constexpr, EVEN: tl.constexpr):
+    """[R, C] fp32: rstd * (g - x_hat * mean(g * x_hat)) with g = dy * weight, plus dh."""
+    dx = rstd * (dy * weight - x_hat * mean)
+    if HAS_DH:
+        dx += _load(dh, mask, EVEN)
+    return dx
+
+
+@jit
+def _add_rows(total, value, SUM_ROWS: tl.constexpr):
+    """total + value; with SUM_ROWS total is [1, C] and the rows of value, which lie in one thread, are summed first."""
+    if SUM_ROWS:
+        return total + tl.sum(value, 0, keep_dims=True)
+    else:
+        return total + value
+
+
+@jit
+def rms_norm_backward_kernel(
+    dy_ptr,
+    dh_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride_outer,
+    dy_stride_inner,
+    dh_stride_outer,
+    dh_stride_inner,
+    x_stride_outer,
+    x_stride_inner,
+    rows,
+    inner,
+    eps,
+    offset,
+    HAS_DH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    RECOMPUTE_RSTD: tl.constexpr,
+    N: tl.constexpr,
+    PARTIAL_STRIDE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_TAIL_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Whole rows in registers; a program takes every num_programs-th block of rows and keeps its sum of dw."""
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
+    col = tl.arange(0, BLOCK_N)[None, :]
+    weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, BLOCK_N <= N)
+    dw = tl.zeros([1 if SUM_ROWS else BLOCK_ROWS, BLOCK_N], tl.float32)
+    tail_col, tail_weight, tail_dw = col, weight, dw  # without a tail none of its names is used
+    if BLOCK_TAIL > 0:
+        tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_weight = _load_weight(weight_ptr, tail_col, offset, N, HAS_WEIGHT, BLOCK_N + BLOCK_TAIL == N)
+        tail_dw = tl.zeros([1 if SUM_TAIL_ROWS else BLOCK_ROWS, BLOCK_TAIL], tl.float32)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for start in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):  # pyright: ignore
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        row_mask = row < rows
+        x_row = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
+        dy_row = dy_ptr + _row_offset(row, inner, dy_stride_outer, dy_stride_inner)
+        dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
+        out = row.to(tl.int64) * N
+        mask = row_mask & (col < N)
+        x = _load(x_row + col, mask, EVEN)  # [R, N]
+        dy = _load(dy_row + col, mask, EVEN)
+        tail_x, tail_dy, tail_mask = x, dy, mask
+        if BLOCK_TAIL > 0:
+            tail_mask = row_mask & (tail_col < N)
+            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL)
+            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL)
+        if RECOMPUTE_RSTD:
+            squares = tl.sum(x * x, 1, keep_dims=True)
+            if BLOCK_TAIL > 0:
+                squares += tl.sum(tail_x * tail_x, 1, keep_dims=True)
+            rstd = tl.where(row_mask, 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32)), 0.0)
+        else:
+            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)  # [R, 1]
+        x *= rstd  # from here on x_hat
+        mean = tl.sum(dy * weight * x, 1, keep_dims=True)
+        if BLOCK_TAIL > 0:
+            tail_x *= rstd
+            mean += tl.sum(tail_dy * tail_weight * tail_x, 1, keep_dims=True)
+        mean /= N
+        dx = _gradient(dy, x, weight, mean, rstd, dh_row + col, mask, HAS_DH, EVEN)
+        _store(dx_ptr + out + col, dx, mask, EVEN)
+        if NEED_DW:
+            dw = _add_rows(dw, dy * x, SUM_ROWS)
+        if BLOCK_TAIL > 0:
+            dx = _gradient(tail_dy, tail_x, tail_weight, mean, rstd, dh_row + tail_col, tail_mask, HAS_DH, EVEN_TAIL)
+            _store(dx_ptr + out + tail_col, dx, tail_mask, EVEN_TAIL)
+            if NEED_DW:
+                tail_dw = _add_rows(tail_dw, tail_dy * tail_x, SUM_TAIL_ROWS)
+    if NEED_DW:
+        partial = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_STRIDE
+        _store(partial + col, tl.sum(dw, 0, keep_dims=True), col < N, BLOCK_N <= N)
+        if BLOCK_TAIL > 0:
+            total = tl.sum(tail_dw, 0, keep_dims=True)
+            _store(partial + tail_col, total, tail_col < N, BLOCK_N + BLOCK_TAIL == N)
+
+
+@jit
+def rms_norm_backward_chunked_kernel(
+    dy_ptr,
+    dh_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride_outer,
+    dy_stride_inner,
+    dh_stride_outer,
+    dh_stride_inner,
+    x_stride_outer,
+    x_stride_inner,
+    rows,
+    inner,
+    eps,
+    offset,
+    HAS_DH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    RECOMPUTE_RSTD: tl.constexpr,
+    N: tl.constexpr,
+    PARTIAL_STRIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rows wider than registers hold: two passes in chunks over BLOCK_ROWS rows. The sum of dw of a program is its row
+    of partials itself, read and written once a block of rows; it stays in the L2 cache."""
+    first = tl.program_id(0) * BLOCK_ROWS
+    partial = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_STRIDE
+    for start in range(first, rows, tl.num_programs(0) * BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        row_mask = row < rows
+        x_row = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
+        dy_row = dy_ptr + _row_offset(row, inner, dy_stride_outer, dy_stride_inner)
+        dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
+        out = row.to(tl.int64) * N
+        products = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        for chunk in range(0, N, BLOCK_N):
+            col = chunk + tl.arange(0, BLOCK_N)[None, :]
+            mask = row_mask & (col < N)
+            x = _load(x_row + col, mask, False)
+            weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, N % BLOCK_N == 0)
+            products += _load(dy_row + col, mask, False) * weight * x
+            if RECOMPUTE_RSTD:
+                squares += x * x
+        if RECOMPUTE_RSTD:
+            mean_square = tl.sum(squares, 1, keep_dims=True) / N
+            rstd = tl.where(row_mask, 1.0 / tl.sqrt_rn(mean_square + tl.cast(eps, tl.float32)), 0.0)
+        else:
+            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+        mean = tl.sum(products, 1, keep_dims=True) * rstd / N
+        tl.debug_barrier()  # what another thread has stored of the partial is read below
+        for chunk in range(0, N, BLOCK_N):
+            col = chunk + tl.arange(0, BLOCK_N)[None, :]
+            mask = row_mask & (col < N)
+            x_hat = _load(x_row + col, mask, False) * rstd
+            dy = _load(dy_row + col, mask, False)
+            weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, N % BLOCK_N == 0)
+            dx = _gradient(dy, x_hat, weight, mean, rstd, dh_row + col, mask, HAS_DH, False)
+            _store(dx_ptr + out + col, dx, mask, False)
+            if NEED_DW:
+                before = tl.load(partial + col, mask=(col < N) & (start != first), other=0.0)
+                tl.store(partial + col, before + tl.sum(dy * x_hat, 0, keep_dims=True), mask=col < N)
+
+
+@jit
+def sum_partials_kernel(
+    partial_ptr,
+    dw_ptr,
+    partials,
+    N: tl.constexpr,
+    PARTIAL_STRIDE: tl.constexpr,
+    BLOCK_PARTIALS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dw[n] = sum of partial[:, n] in fp32, in an order that depends on the launch alone."""
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([BLOCK_PARTIALS, BLOCK_N], tl.float32)
+    for start in range(0, partials, BLOCK_PARTIALS):
+        row = start + tl.arange(0, BLOCK_PARTIALS)[:, None]
+        at = partial_ptr + row.to(tl.int64) * PARTIAL_STRIDE + col
+        total += tl.load(at, mask=(row < partials) & (col < N), other=0.0)
+    dw = tl.sum(total, 0, keep_dims=True)
+    tl.store(dw_ptr + col, dw.to(dw_ptr.dtype.element_ty), mask=col < N)

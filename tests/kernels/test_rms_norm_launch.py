@@ -1,0 +1,123 @@
+"""RMSNorm: every form of the kernels gives the same result; launch choices; strides, heads and the weight's offset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import fuselm
+from fuselm.kernels import rms_norm as module
+from fuselm.kernels._triton import KNOWN_PROFILES
+from fuselm.kernels.launch.rms_norm import RmsNormLaunch, backward_launch, forward_launch, split_width, sum_launch
+
+LAUNCHES = {
+    "padded": RmsNormLaunch(1, 512, 0, 4),
+    "tail": RmsNormLaunch(1, 256, 64, 1),
+    "rows": RmsNormLaunch(4, 512, 0, 4, 2),
+    "rows and tail": RmsNormLaunch(2, 256, 64, 4, 3),
+    "rows in one thread": RmsNormLaunch(2, 512, 0, 1, 2),
+    "staged": RmsNormLaunch(1, 512, 0, 4, 3, 3),
+    "recomputed": RmsNormLaunch(2, 256, 64, 1, 2, recompute_rstd=True),
+    "chunked": RmsNormLaunch(1, 128, 0, 4, 3),
+    "chunked rows": RmsNormLaunch(4, 64, 0, 4, 2),
+    "chunked recomputed": RmsNormLaunch(2, 128, 0, 4, 2, recompute_rstd=True),
+}
+
+
+def _inputs(device: torch.device, generator: torch.Generator, dtype: torch.dtype = torch.float32):
+    """x and a residual of 7 rows of 300 elements, one row all zero, and a weight."""
+    x, r = (torch.randn(7, 300, device=device, generator=generator).to(dtype) for _ in range(2))
+    x[3], r[3] = 0, 0
+    w = torch.randn(300, device=device, generator=generator).to(dtype)
+    return [t.requires_grad_() for t in (x, r, w)]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, device, generator, monkeypatch):
+    monkeypatch.setattr(module, "forward_launch", lambda *_: launch)
+    monkeypatch.setattr(module, "backward_launch", lambda *_: launch)
+    x, r, w = _inputs(device, generator)
+    xd, rd, wd = (t.detach().double().requires_grad_() for t in (x, r, w))
+    if residual:
+        ours = fuselm.add_rms_norm(x, r, w, eps=1e-3, offset=1.0, backend="triton")
+        h = xd + rd
+        exact = (torch.nn.functional.rms_norm(h, (300,), 1 + wd, 1e-3), h)
+        leaves, exact_leaves = (x, r, w), (xd, rd, wd)
+    else:
+        ours = (fuselm.rms_norm(x, w, eps=1e-3, offset=1.0, backend="triton"),)
+        exact = (torch.nn.functional.rms_norm(xd, (300,), 1 + wd, 1e-3),)
+        leaves, exact_leaves = (x, w), (xd, wd)
+    upstream = [torch.randn(o.shape, device=device, generator=generator) for o in ours]
+    grads = torch.autograd.grad(ours, leaves, upstream)
+    exact_grads = torch.autograd.grad(exact, exact_leaves, [u.double() for u in upstream])
+    for a, b in zip((*ours, *grads), (*exact, *exact_grads), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 65536])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_launches_are_possible_for_every_width(arch, itemsize, rows):
+    profile = KNOWN_PROFILES[arch]
+    for n in (1, 3, 64, 96, 128, 255, 257, 768, 1536, 2880, 4096, 4097, 5120, 8192, 8193, 14336, 16384, 16385, 65536):
+        for launch in (forward_launch(rows, n, itemsize, profile), backward_launch(rows, n, itemsize, profile)):
+            for size in (launch.block_rows, launch.block_n, launch.num_warps):
+                assert size > 0 and size & (size - 1) == 0, (n, launch)
+            assert launch.num_warps <= 32 and launch.block_n + launch.block_tail < 2 * max(n, 16)
+            assert not launch.block_tail or launch.covers(n)  # chunks have no tail
+            if launch.covers(n):  # elements a thread holds: more would spill
+                held = launch.block_rows * (launch.block_n + launch.block_tail) / (32 * launch.num_warps)
+                assert held <= 40, (n, launch)
+        sums = sum_launch(132 * 8, n, profile)
+        assert sums.block_partials * sums.block_n <= 16384
+
+
+def test_a_row_is_covered_by_as_few_lanes_as_two_blocks_allow():
+    assert split_width(768) == (512, 256) and split_width(5120) == (4096, 1024) and split_width(4097) == (4096, 16)
+    assert split_width(4096) == (4096, 0) and split_width(4095) == (4096, 0) and split_width(1) == (16, 0)
+    for n in range(256, 3000):
+        main, tail = split_width(n)
+        assert main + tail >= n and (main + tail) * 3 <= 4 * n + 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_packed_qkv_are_normalised_without_a_copy(dtype, device, generator):
+    qkv = torch.randn(2, 5, 8, 16, device=device, generator=generator).to(dtype).requires_grad_()
+    q = qkv[:, :, 1:5]
+    w = torch.randn(16, device=device, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(5, 2, 8, 16, device=device, generator=generator).to(dtype).transpose(0, 1)[:, :, 2:6]
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        y = fuselm.rms_norm(q, w, backend="triton")
+        dq, dw = torch.autograd.grad(y, (q, w), upstream)
+    copies = sum(event.name == "aten::clone" for event in events.events() or [])
+    assert copies == 1  # the upstream gradient, whose first two dimensions do not merge
+    dense = q.detach().clone().requires_grad_()
+    want = fuselm.rms_norm(dense, w, backend="triton")
+    want_dq, want_dw = torch.autograd.grad(want, (dense, w), upstream.contiguous())
+    assert torch.equal(y, want) and torch.equal(dq, want_dq) and torch.equal(dw, want_dw)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_offset_is_added_in_fp32(backend, device):
+    """A bf16 weight of 2**-10 vanishes in 1 + weight rounded to bf16; the product must still show it."""
+    x = torch.full((2, 64), 3.0, device=device)
+    w = torch.full((64,), 2.0**-10, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = fuselm.rms_norm(x, w, eps=0.0, offset=1.0, backend=backend)
+    torch.testing.assert_close(y, torch.full_like(y, 1 + 2.0**-10), rtol=1e-6, atol=0)
+    y.sum().backward()
+    assert w.grad is not None and torch.equal(w.grad, torch.full_like(w, 2.0))
+
+
+def test_offset_without_a_weight_is_refused(device):
+    with pytest.raises(ValueError, match=r"offset=1.0 without a weight"):
+        fuselm.rms_norm(torch.ones(2, 4, device=device), offset=1.0)
+
+
+def test_dw_comes_in_the_dtype_of_the_weight_without_another_launch(device, generator):
+    x, _, w = _inputs(device, generator, torch.bfloat16)
+    wide = w.detach().float().requires_grad_()
+    for weight in (w, wide):
+        (dw,) = torch.autograd.grad(fuselm.rms_norm(x, weight, backend="triton").float().sum(), weight)
+        assert dw.dtype == weight.dtype and dw.isfinite().all()
