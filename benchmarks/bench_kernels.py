@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 from compare_kernels import chosen_makers
-from measure import Ceilings, Result, RowRun, function_of, release
+from measure import Ceilings, Result, RowRun, configure_compile, function_of, release
 from peers.registry import load_peers
 from rows import ODD_ROWS, ROWS, TINY_ROWS, Row
 from timing import copy_bandwidth, environment, matmul_rate
@@ -35,7 +34,7 @@ def _makers(row: Row) -> dict[str, Any]:
 @functools.cache
 def _surroundings() -> tuple[Ceilings, dict[str, str]]:
     """Ceilings and environment, measured once a session."""
-    functorch_config.donated_buffer = False  # a compiled backward pass that is timed again needs its buffers
+    configure_compile()
     on_gpu = DEVICE.type == "cuda"
     ceilings = Ceilings(copy_bandwidth(DEVICE), matmul_rate(DEVICE)) if on_gpu else Ceilings()
     return ceilings, environment(DEVICE) | PEERS.versions | {"shows_gpu": str(on_gpu)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -26,11 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 import torch
-import torch._functorch.config as functorch_config
 import tyro
 from expected import run_call
-from measure import OURS, Ceilings, Result, RowRun, is_ours, release
+from measure import OURS, Ceilings, Result, RowRun, configure_compile, is_ours, release
 from peers.base import Maker
 from peers.registry import Peers, load_peers
 from rows import ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
@@ -204,7 +207,7 @@ def main() -> None:
     started = time.monotonic()
     arguments = tyro.cli(Arguments)
     rows = chosen_rows(arguments)
-    functorch_config.donated_buffer = False  # a compiled backward pass that is timed again needs its buffers
+    configure_compile()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type != "cuda" and not arguments.tiny:

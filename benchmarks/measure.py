@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from expected import Expected, check_ours, check_peer, expect, gradients, run_call
 from peers.base import Call, Maker, NotOfferedError
 from rows import BACKWARD, FORWARD, STEP, Row, make_inputs, make_upstream, work
@@ -16,7 +18,7 @@ from timing import L2_FLUSH_BYTES, interleaved
 
 OURS = "fuselm"
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
-ROUNDS_MS = 800.0  # time that the rounds of one row and direction may take together
+ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 5
 
 
@@ -255,6 +257,13 @@ class RowRun:
             return
         for name, timing in timings.items():
             result.providers[name].graph_ms = timing.median_ms
+
+
+def configure_compile() -> None:
+    """Settings of torch.compile that a comparison needs."""
+    functorch_config.donated_buffer = False  # a compiled backward pass that is timed again needs its buffers
+    # Processes that compile beforehand share the GPU: which variant of a kernel is fastest is not for them to remember.
+    inductor_config.autotune_local_cache = False
 
 
 def release(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +28,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+
+if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 import tyro
@@ -49,8 +53,8 @@ CHUNK = 2**26  # elements compared at a time in fp64
 class Arguments:
     """Try launch choices on this card."""
 
-    ops: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Names of files in benchmarks/tuning/, for example rms_norm."""
+    ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of files in benchmarks/tuning/, for example rms_norm; all of them by default."""
 
     output: Path | None = None
     """JSON file for the results, written after every target."""
@@ -105,16 +109,19 @@ class CardLostError(RuntimeError):
     """A kernel broke the CUDA context: nothing can be measured in this process any more."""
 
 
+def known_ops() -> list[str]:
+    """Ops that have targets: the files of benchmarks/tuning/."""
+    return sorted(path.stem for path in (Path(__file__).parent / "tuning").glob("*.py") if path.stem != "base")
+
+
 def load_targets(op: str) -> list[Target]:
     """TARGETS of benchmarks/tuning/<op>.py.
 
     Raises:
         SystemExit: there is no such file; the message lists those there are.
     """
-    folder = Path(__file__).parent / "tuning"
-    known = sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("base", "__init__"))
-    if op not in known:
-        raise SystemExit(f"error: op {op!r} has no targets: expected one of {', '.join(known) or '(none there)'}")
+    if op not in known_ops():
+        raise SystemExit(f"error: op {op!r} has no targets: expected one of {', '.join(known_ops())}")
     return list(importlib.import_module(f"tuning.{op}").TARGETS)
 
 
@@ -330,11 +337,10 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    targets = [t for op in arguments.ops for t in load_targets(op) if arguments.only in t.name]
+    ops = arguments.ops or known_ops()
+    targets = [t for op in ops for t in load_targets(op) if arguments.only in t.name]
     if not targets:
-        raise SystemExit(
-            f"error: --only {arguments.only!r}: no target of {', '.join(arguments.ops)} has that in its name"
-        )
+        raise SystemExit(f"error: --only {arguments.only!r}: no target of {', '.join(ops)} has that in its name")
     if arguments.part is not None:
         compile_part(targets, device, arguments.part, started + arguments.budget_s)
         return

@@ -112,5 +112,7 @@ def test_an_op_without_targets_is_refused():
 
 def test_interleaved_calls_in_turn():
     calls = []
-    interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, 2)
-    assert "".join(calls) == "aaabbbabab"
+    functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    timings = interleaved(functions, CPU, 2, warmup=1, resets={"b": lambda: calls.append("-")})
+    assert "".join(calls) == "a-b" * 3 and set(timings) == {"a", "b"}
+    assert interleaved({}, CPU, 2) == {}

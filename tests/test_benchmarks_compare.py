@@ -1,0 +1,343 @@
+"""benchmarks/compare_kernels.py on a CPU: what is wrong or raises is said, and all providers compute the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+# Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
+compare_kernels: Any = importlib.import_module("compare_kernels")
+measure: Any = importlib.import_module("measure")
+expected: Any = importlib.import_module("expected")
+rows: Any = importlib.import_module("rows")
+base: Any = importlib.import_module("peers.base")
+eager: Any = importlib.import_module("peers.eager")
+
+CPU = torch.device("cpu")
+TINY = {row.op: row for row in rows.TINY_ROWS if row.op != "adamw"}
+ADAMW = [row for row in rows.TINY_ROWS if row.op == "adamw"]
+
+
+def _run(row: Any, makers: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    run = measure.RowRun(row, dtype, CPU, measure.Ceilings(1e9, 1e12), 2)
+    return {result.direction: result for result in run.run(makers)}
+
+
+def test_the_command_line_writes_every_row(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "results" / "kernels.json"
+    command = ["compare_kernels.py", "--output", str(output), "--tiny", "--rounds", "2", "--providers", "eager"]
+    monkeypatch.setattr(sys, "argv", [*command, "--ops", "add_rms_norm", "rope"])
+    compare_kernels.main()
+    facts = json.loads(output.read_text())
+    assert [(r["op"], r["direction"]) for r in facts["rows"]] == [
+        ("add_rms_norm", "forward"),
+        ("add_rms_norm", "backward"),
+        ("rope", "forward"),
+        ("rope", "forward+backward"),
+    ]
+    for row in facts["rows"]:
+        assert set(row["providers"]) == {"fuselm", "eager"}
+        for measured in row["providers"].values():
+            assert measured["status"] == "ok" and measured["low_ms"] <= measured["ms"] <= measured["high_ms"]
+            assert measured["gb_s"] == pytest.approx(row["bytes"] / measured["ms"] / 1e6)
+    assert not facts["shows_gpu"] and facts["left_out"] == [] and facts["environment"]["commit"]
+    assert "show nothing about GPUs" in capsys.readouterr().out
+
+
+def test_what_there_was_no_time_for_is_left_out_by_name(monkeypatch, tmp_path):
+    output = tmp_path / "kernels.json"
+    command = ["compare_kernels.py", "--output", str(output), "--tiny", "--budget-s", "0", "--only", "x37"]
+    monkeypatch.setattr(sys, "argv", command)
+    compare_kernels.main()
+    facts = json.loads(output.read_text())
+    assert facts["rows"] == []
+    assert facts["left_out"] == ["cross_entropy 7x37", "linear_cross_entropy 9x16x37"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--ops", "gelu"], "--ops gelu: expected one of"), (["--only", "9x9"], "no row has")]
+)
+def test_rows_that_do_not_exist_are_refused(options, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "--tiny", *options])
+    with pytest.raises(SystemExit, match=message):
+        compare_kernels.main()
+
+
+@pytest.mark.parametrize("op", sorted(TINY))
+def test_an_error_in_a_value_or_a_gradient_is_found(op):
+    """A wrong peer is marked and timed, a wrong kernel of ours is not timed; one that raises says what."""
+    plain = rows.SPEC_OF[op].plain
+
+    def scaled(**inputs: Any) -> Any:
+        outputs = plain(**inputs)
+        return tuple(o * 1.02 for o in outputs) if isinstance(outputs, tuple) else outputs * 1.02
+
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            return grad_outputs[0] * 1.02
+
+    def bent(**inputs: Any) -> Any:
+        bent_inputs = {n: WrongGradient.apply(t) if n in base.leaves_of(inputs) else t for n, t in inputs.items()}
+        return plain(**bent_inputs)
+
+    def maker(function: Any) -> Any:
+        return lambda inputs: base.Call(lambda: function(**inputs), base.leaves_of(inputs))
+
+    def broken(inputs: Any) -> Any:
+        raise RuntimeError("no such kernel\non this card")
+
+    makers = {"right": maker(plain), "value": maker(scaled), "gradient": maker(bent), "broken": broken}
+    for result in _run(TINY[op], makers | {"fuselm": maker(scaled), "fuselm, in place": maker(bent)}).values():
+        got = result.providers
+        assert got["right"].status == "ok" and got["right"].ms > 0
+        assert got["value"].status.startswith("wrong: output 0") and got["value"].ms > 0
+        assert got["gradient"].status.startswith("wrong: gradient of") and got["gradient"].ms > 0
+        assert got["broken"].status == "failed: RuntimeError: no such kernel on this card" and got["broken"].ms is None
+        assert got["fuselm"].status.startswith("failed: output 0") and got["fuselm"].ms is None
+        assert got["fuselm, in place"].status.startswith("failed: gradient of")
+
+
+def _optimizer(mode: str, **options: Any) -> Any:
+    torch_optim: Any = importlib.import_module("peers.torch_optim")
+
+    def maker(inputs: dict[str, Any]) -> Any:
+        optimizer = torch.optim.AdamW(inputs["params"], **(torch_optim.HYPERPARAMETERS | options))
+        clip = inputs if mode == "clip" else inputs | {"max_grad_norm": None}
+        return torch_optim.optimizer_call(optimizer, torch_optim.clipped(optimizer, clip))
+
+    return maker
+
+
+def test_an_optimizer_is_checked_from_where_the_one_before_it_left():
+    makers = {
+        "first": _optimizer("clip"),
+        "second": _optimizer("clip"),
+        "decay": _optimizer("clip", weight_decay=5.0),
+        "third": _optimizer("clip"),
+    }
+    got = _run(ADAMW[0], makers)["step"].providers
+    assert {name: m.status.split(":")[0] for name, m in got.items()} == {
+        "first": "ok",
+        "second": "ok",
+        "decay": "wrong",
+        "third": "ok",
+    }
+    unclipped = _run(ADAMW[0], {"unclipped": _optimizer("none")})["step"].providers["unclipped"]
+    assert unclipped.status.startswith("wrong: first moments")
+
+
+@pytest.mark.parametrize("row", ADAMW, ids=lambda row: row.case["mode"])
+def test_our_optimizer_passes_and_torch_says_what_it_lacks(row):
+    makers: Any = importlib.import_module("peers.registry").load_peers().makers["adamw"]
+    got = _run(row, {name: makers[name] for name in ("fuselm", "torch foreach")})["step"].providers
+    assert got["fuselm"].status == "ok", got["fuselm"].status
+    has = row.case["mode"] != "master"
+    assert got["torch foreach"].status == "ok" if has else "no fp32 master" in got["torch foreach"].status
+
+
+def test_a_backward_pass_that_cannot_be_repeated_is_not_timed_alone():
+    x = TINY["rms_norm"]
+
+    def once(inputs: Any) -> Any:
+        return base.Call(lambda: rows.SPEC_OF["rms_norm"].plain(**inputs), base.leaves_of(inputs), keeps_graph=False)
+
+    results = _run(x, {"once": once})
+    assert results["forward"].providers["once"].ms > 0
+    assert results["backward"].providers["once"].status.startswith("not timed: its backward pass overwrites")
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "floor_ms"),
+    [
+        ("rms_norm 16384x4096", "forward", 0.063),
+        ("rms_norm 65536x768", "backward", 0.071),
+        ("add_rms_norm 16384x4096", "forward", 0.125),
+        ("cross_entropy 8192x128256", "forward+backward", 0.982),
+        ("swiglu 32768x8192", "forward+backward", 1.003),
+        ("rope 4x4096, 32+8 heads of 128", "forward+backward", 0.157),
+        ("adamw clip + step, 1.236e9 parameters, all fp32", "step", 9.23),
+        ("adamw clip + step, 1.236e9 parameters, all bf16", "step", 4.62),
+        ("adamw clip + step, 1.236e9 parameters, bf16, fp32 moments and master", "step", 8.7),
+    ],
+)
+def test_bytes_are_those_of_the_floor(name, direction, floor_ms):
+    """Floors worked out by hand for a card that copies 4,280 GB/s."""
+    (row,) = [row for row in rows.ROWS if row.name == name]
+    moved, _ = rows.work(row, torch.bfloat16, direction)
+    assert moved / 4.28e9 == pytest.approx(floor_ms, rel=0.01)
+
+
+def test_operations_are_those_of_the_formulas():
+    attention, loss = (next(r for r in rows.ROWS if r.op == op) for op in ("attention", "linear_cross_entropy"))
+    assert rows.work(attention, torch.bfloat16, "forward")[1] == 4 * 4 * 32 * 4096**2 * 128 // 2
+    assert rows.work(attention, torch.bfloat16, "backward")[1] == 10 * 4 * 32 * 4096**2 * 128 // 2
+    assert rows.work(loss, torch.bfloat16, "forward+backward")[1] == 6 * 8192 * 4096 * 128256
+
+
+def test_every_odd_row_names_a_row_that_exists():
+    labels = {(row.op, row.label) for row in rows.ROWS}
+    odd = [row for row in rows.ODD_ROWS if row.near]
+    assert odd and all((row.op, row.near) in labels for row in odd)
+
+
+def _stub(monkeypatch, name: str, **members: Any) -> None:
+    parts = name.split(".")
+    for i in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), ModuleType(parts[i]))
+    for member, value in members.items():
+        setattr(sys.modules[name], member, value)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+def _quack_rmsnorm(x: Any, weight: Any = None, bias=None, residual=None, eps=1e-6, prenorm=False) -> Any:
+    assert weight.dtype == torch.float32
+    h = x if residual is None else x + residual
+    return (_rms(h, weight, eps), h) if prenorm else _rms(h, weight, eps)
+
+
+def _quack_loss(x, target, lse_partial=None, weight=None, ignore_index=-100, reduction="mean", inplace_backward=False):
+    return F.cross_entropy(x.float(), target, ignore_index=ignore_index, reduction=reduction)
+
+
+def test_adapters_of_cute_kernels_and_cce_call_as_their_signatures_say(monkeypatch):
+    """Stand-ins with the packages' signatures and layouts, computed by torch: the adapters must pass the check."""
+    _stub(monkeypatch, "quack", rmsnorm=_quack_rmsnorm, cross_entropy=_quack_loss)
+    _stub(monkeypatch, "flash_attn.cute", flash_attn_func=lambda q, k, v, causal=False: (_sdpa(q, k, v, causal), None))
+    _stub(
+        monkeypatch, "cut_cross_entropy", linear_cross_entropy=lambda e, c, targets: F.cross_entropy(e @ c.t(), targets)
+    )
+    for module, ops in (("quack", 3), ("flash_attn4", 1), ("cce", 1)):
+        providers = importlib.import_module(f"peers.{module}").providers()
+        assert len(providers) == ops
+        for op, makers in providers.items():
+            for result in _run(TINY[op], makers).values():
+                assert {m.status for m in result.providers.values()} == {"ok"}, result
+
+
+class _LigerSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return F.silu(a) * b
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (dc,) = grad_outputs
+        a, b = ctx.saved_tensors
+        s = torch.sigmoid(a)
+        da, db = dc * b * s * (1 + a * (1 - s)), dc * a * s
+        return a.detach().copy_(da), b.detach().copy_(db)
+
+
+class _LigerRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        assert cos.shape == (1, q.shape[2], q.shape[3])
+        ctx.save_for_backward(cos, sin)
+        return tuple(_LigerRope.turn(t, cos, sin) for t in (q, k))
+
+    @staticmethod
+    def turn(t, cos, sin):
+        x, y = t.chunk(2, -1)
+        return t.detach().copy_(t * cos[:, None] + torch.cat((-y, x), -1) * sin[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        dq, dk = grad_outputs
+        cos, sin = ctx.saved_tensors
+        return _LigerRope.turn(dq, cos, -sin), _LigerRope.turn(dk, cos, -sin), None, None
+
+
+class _LigerLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, weight, ignore_index, z, smoothing, reduction, softcap, return_z_loss):
+        loss = F.cross_entropy(x, target, ignore_index=ignore_index, reduction=reduction)
+        gradient = (x.softmax(-1) - F.one_hot(target, x.shape[-1])) / target.numel()
+        ctx.save_for_backward(x.detach().copy_(gradient))
+        return loss, None
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return ctx.saved_tensors[0] * grad_outputs[0], *[None] * 8
+
+
+class _Applied:
+    """Something with `apply`, as an autograd function has."""
+
+    def __init__(self, function: Any) -> None:
+        self.apply = function
+
+
+def test_adapters_of_liger_put_back_what_it_overwrites(monkeypatch):
+    def rms(x, w, eps, offset, casting_mode, in_place):
+        assert not in_place
+        return _rms(x, w, eps)
+
+    def add_rms(x, r, w, eps, offset, casting_mode, in_place):
+        assert not in_place
+        return _rms(x + r, w, eps), x + r
+
+    def linear(x, w, target):
+        return F.cross_entropy(x @ w.t(), target), None
+
+    ops = "liger_kernel.ops"
+    _stub(monkeypatch, f"{ops}.rms_norm", LigerRMSNormFunction=_Applied(rms))
+    for name, members in {
+        "fused_add_rms_norm": {"LigerFusedAddRMSNormFunction": _Applied(add_rms)},
+        "swiglu": {"LigerSiLUMulFunction": _LigerSwiglu},
+        "rope": {"LigerRopeFunction": _LigerRope},
+        "cross_entropy": {"LigerCrossEntropyFunction": _LigerLoss},
+        "fused_linear_cross_entropy": {"LigerFusedLinearCrossEntropyFunction": _Applied(linear)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, f"{ops}.{name}", module)
+    providers = importlib.import_module("peers.liger").providers()
+    assert set(providers) == set(TINY) - {"attention"}
+    for op, makers in providers.items():
+        inputs = rows.make_inputs(TINY[op], torch.float32, CPU)
+        upstream = rows.make_upstream(TINY[op], inputs)
+        before = {n: t.clone() for n, t in inputs.items() if isinstance(t, torch.Tensor)}
+        wanted = expected.expect(TINY[op], inputs, upstream)
+        (call,) = [maker(inputs) for maker in makers.values()]
+        for _ in range(2):  # the second call must see what the first one saw
+            expected.check_peer(expected.run_call(call, upstream), wanted, torch.float32)
+        assert all(torch.equal(inputs[n], t) for n, t in before.items()), f"{op} changed the row's inputs"
+
+
+def test_a_peer_that_breaks_on_import_is_listed_with_its_reason(monkeypatch):
+    registry: Any = importlib.import_module("peers.registry")
+
+    def broken() -> Any:
+        raise OSError("libcute.so: cannot open shared object file")
+
+    monkeypatch.setattr(eager, "providers", broken)
+    peers = registry.load_peers()
+    assert peers.missing["eager"] == "OSError: libcute.so: cannot open shared object file"
+    assert "eager" not in peers.makers["rms_norm"] and "fuselm" in peers.makers["rms_norm"]
+
+
+def test_only_the_flash_attn_package_itself_counts_as_it(monkeypatch):
+    _stub(monkeypatch, "flash_attn")
+    with pytest.raises(ImportError, match="only FlashAttention-4"):
+        importlib.import_module("peers.flash_attn2").providers()
