@@ -23,87 +23,22 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
-from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, local_gradient
-from fuselm.kernels.adamw_step import KERNEL_DTYPES, Entry, Hyper, TritonStep
+from fuselm.kernels.adamw_reference import reference_step
+from fuselm.kernels.adamw_sharding import NormReduction, Place, is_dtensor, like, local, local_gradient, place_of
+from fuselm.kernels.adamw_step import KERNEL_DTYPES, TritonStep
+from fuselm.kernels.adamw_tables import Entry, Hyper
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _F = TypeVar("_F", bound=Callable[..., Any])
-_OWN_ATTRIBUTES = ("max_grad_norm", "master_weights", "state_dtype", "backend", "grad_norm", "skipped_steps")
-
-
-def adamw_reference(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
-    hyper: Hyper,
-    scale: torch.Tensor | float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One update of one tensor in plain PyTorch, fp32 inside (fp64 if any input is fp64); nothing is modified.
-
-    Args:
-        weight: parameter or its master copy, any shape.
-        grad, exp_avg, exp_avg_sq: the same shape.
-        step: () the number of this step, from 1.
-        hyper: lr, betas, eps, weight decay.
-        scale: factor on the gradient, () or a float.
-
-    Returns:
-        (weight, exp_avg, exp_avg_sq) after the step, in the dtype of the computation.
-    """
-    wide = compute_dtype(weight, exp_avg)
-    w, m, v = weight.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
-    t = step.double()  # 1 - β^t cancels for β near 1
-    step_size = (hyper.lr / (1.0 - hyper.beta1**t)).to(wide)
-    root = (1.0 - hyper.beta2**t).sqrt().to(wide)
-    g = grad.to(wide) * (scale.to(wide) if isinstance(scale, torch.Tensor) else scale)
-    m = torch.lerp(m, g, 1.0 - hyper.beta1)
-    v = torch.lerp(v, g * g, 1.0 - hyper.beta2)
-    w = w - (hyper.lr * hyper.weight_decay) * w
-    w = w - step_size * (m / (v.sqrt() / root + hyper.eps))
-    return w, m, v
-
-
-def _reference_step(
-    entries: Sequence[Entry],
-    hypers: Sequence[Hyper],
-    *,
-    num_classes: int,
-    all_reduce: Callable[[torch.Tensor], None],
-    max_grad_norm: float,
-    grad_norm: torch.Tensor,
-    skipped_steps: torch.Tensor,
-) -> None:
-    """TritonStep.run in plain PyTorch; waits for no device."""
-    sums = torch.zeros(num_classes + 1, dtype=torch.float64, device=grad_norm.device)
-    squares: list[list[torch.Tensor]] = [[] for _ in range(num_classes)]
-    for e in entries:
-        norm = torch.linalg.vector_norm(e.grad, dtype=compute_dtype(e.grad))
-        squares[e.shard_class].append(norm.square().double())
-    for k, parts in enumerate(squares):
-        if parts:
-            sums[k] = torch.stack(parts).sum()
-    sums[num_classes] = ~sums[:num_classes].isfinite().all()
-    all_reduce(sums)
-    total = sums[:num_classes].sum()
-    go = total.isfinite() & (sums[num_classes] == 0)
-    norm = torch.where(go | ~total.isfinite(), total.sqrt(), math.nan)
-    grad_norm.copy_(norm)
-    skipped_steps.add_(~go)
-    host = grad_norm.device.type == "cpu"
-    if host and not bool(go):
-        return
-    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    for e in entries:
-        step = e.step + go
-        weight = e.param if e.master is None else e.master
-        new = adamw_reference(weight, e.grad, e.exp_avg, e.exp_avg_sq, step, hypers[e.group], scale)
-        targets = [(weight, new[0]), (e.exp_avg, new[1]), (e.exp_avg_sq, new[2]), (e.step, step)]
-        if e.master is not None:
-            targets.append((e.param, new[0]))
-        for target, value in targets:
-            target.copy_(value if host else torch.where(go, value.to(target.dtype), target))
+_OWN_ATTRIBUTES = (
+    "max_grad_norm",
+    "master_weights",
+    "stochastic_rounding",
+    "state_dtype",
+    "backend",
+    "grad_norm",
+    "skipped_steps",
+)
 
 
 def _check_number(name: str, value: Any, *, below: float = math.inf) -> None:
@@ -128,6 +63,9 @@ def _check_group(group: Mapping[str, Any]) -> None:
         _check_number(f"betas[{i}]", beta, below=1.0)
     _check_number("eps", group["eps"])
     _check_number("weight_decay", group["weight_decay"])
+    seed = group.get("seed", 0)
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: expected an integer in [0, 2^63)")
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name}={group[name]!r}: not supported")
@@ -143,6 +81,37 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+class _Slot:
+    """One parameter, and what its last step worked on."""
+
+    __slots__ = ("addresses", "entry", "group", "param", "parts", "raw", "shard_class", "sharded")
+
+    def __init__(self, param: torch.Tensor, group: int, shard_class: int, sharded: bool) -> None:
+        self.param = param
+        self.group = group
+        self.shard_class = shard_class
+        self.sharded = sharded
+        self.entry: Entry | None = None
+        self.raw: tuple[Any, ...] = ()
+        self.parts: list[Any] = []
+        self.addresses: list[int] = []
+
+    def is_bound_to(self, state: dict[str, Any]) -> bool:
+        """Whether the entry still stands for these tensors, and they lie where they lay."""
+        raw = self.raw
+        if (
+            state.get("exp_avg") is not raw[0]
+            or state.get("exp_avg_sq") is not raw[1]
+            or state.get("step") is not raw[2]
+            or state.get("master") is not raw[3]
+        ):
+            return False
+        parts = self.parts
+        if self.sharded:
+            parts = [t if t is None else local(t) for t in (self.param, *raw)]
+        return [0 if t is None else t.data_ptr() for t in parts] == self.addresses
 
 
 class AdamW(torch.optim.Optimizer):
@@ -191,6 +160,8 @@ class AdamW(torch.optim.Optimizer):
         *,
         max_grad_norm: float | None = None,
         master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
         state_dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
@@ -202,10 +173,23 @@ class AdamW(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self.backend: Backend = backend
+        self.stochastic_rounding = stochastic_rounding
+        if master_weights and stochastic_rounding:
+            raise ValueError(
+                "master_weights=True, stochastic_rounding=True: a master copy makes stochastic rounding needless; "
+                "choose one"
+            )
         self._check_max_grad_norm()
         self._loading = False
         self._forget()
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "seed": seed} if stochastic_rounding else defaults)
+        dtypes = {p.dtype for p in self._params()}
+        if stochastic_rounding and torch.bfloat16 not in {*dtypes, state_dtype}:
+            raise ValueError(
+                f"stochastic_rounding=True: rounds to bfloat16, but parameters are {', '.join(map(str, dtypes))} and "
+                "moments float32; leave it out, or make either bfloat16"
+            )
         device = self._params()[0].device
         if backend == "triton":
             select_backend(backend, device)  # says at once if it cannot run
@@ -215,6 +199,7 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._triton = TritonStep()
         self._reduction: NormReduction | None = None
+        self._slots: list[_Slot] | None = None
 
     def _check_max_grad_norm(self) -> float:
         limit = self.max_grad_norm
@@ -236,7 +221,7 @@ class AdamW(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._reduction = None
+        self._slots = None
 
     def _check_params(self, params: Sequence[torch.Tensor]) -> None:
         if len(set(params)) != len(params):
@@ -246,6 +231,11 @@ class AdamW(torch.optim.Optimizer):
             if not p.is_floating_point() or p.layout != torch.strided:
                 raise TypeError(
                     f"params: a {p.dtype} {p.layout} parameter of shape {tuple(p.shape)} cannot be optimized"
+                )
+            if self.stochastic_rounding and p.dtype == torch.float16:
+                raise ValueError(
+                    "stochastic_rounding=True: takes bfloat16 and float32 parameters, one is float16; use "
+                    "master_weights=True"
                 )
             if self.backend == "triton" and p.dtype not in KERNEL_DTYPES:
                 raise TypeError(f"params: backend='triton' takes fp32, bf16 and fp16 parameters, one is {p.dtype}")
@@ -276,66 +266,87 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        params = self._params()
-        device = params[0].device
+        device = self._params()[0].device
         limit = self._check_max_grad_norm()
-        if self._reduction is None:
-            self._reduction = NormReduction(params, device)
+        if self._slots is None or self._reduction is None:
+            self._reduction, self._slots = self._make_slots(device)
         if self.skipped_steps.device != device:  # made on the meta device, materialised since
             self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.grad_norm = torch.empty((), dtype=torch.float32, device=device)
-        entries: list[Entry] = []
-        classes = iter(self._reduction.classes)
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                shard_class = next(classes)
-                if p.grad is not None:
-                    entries.append(self._entry(index, shard_class, p, p.grad))
+        entries, grads = self._gather(self._slots)
         backend = select_backend(self.backend, device)
-        if any(t.dtype not in KERNEL_DTYPES for e in entries for t in e.tensors()):
+        if backend == "triton" and not (
+            {g.dtype for g in grads} <= KERNEL_DTYPES and all([e.dtypes <= KERNEL_DTYPES for e in entries])
+        ):
             backend = "reference"
-        run = self._triton.run if backend == "triton" else _reference_step
+        run = self._triton.run if backend == "triton" else reference_step
         run(
             entries,
+            grads,
             [_hyper(group, device) for group in self.param_groups],
             num_classes=self._reduction.num_classes,
-            all_reduce=self._reduction.all_reduce,
+            all_reduce=self._reduction.all_reduce if self._reduction.groups else None,
             max_grad_norm=limit,
             grad_norm=self.grad_norm,
             skipped_steps=self.skipped_steps,
+            stochastic=self.stochastic_rounding,
         )
 
-    def _entry(self, group: int, shard_class: int, param: torch.Tensor, grad: torch.Tensor) -> Entry:
-        if grad.is_sparse:
-            raise RuntimeError("AdamW does not support sparse gradients")
-        part = local(param)
-        state = self.state[param]
-        self._initialize(param, part, state)
-        master = local(state["master"]) if "master" in state else None
-        entry = Entry(
-            group,
-            shard_class,
-            part,
-            local_gradient(param, grad),
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            state["step"],
-            master,
-        )
-        # The kernels write through addresses: what does not fit must not get there.
-        for tensor in entry.tensors():
+    def _make_slots(self, device: torch.device) -> tuple[NormReduction, list[_Slot]]:
+        reduction = NormReduction(self._params(), device)
+        classes = iter(reduction.classes)
+        slots = [
+            _Slot(p, index, next(classes), is_dtensor(p))
+            for index, group in enumerate(self.param_groups)
+            for p in group["params"]
+        ]
+        return reduction, slots
+
+    def _gather(self, slots: list[_Slot]) -> tuple[list[Entry], list[torch.Tensor]]:
+        """What has a gradient, and the gradients. Runs in every step for every parameter: entries are kept."""
+        entries, grads = [], []
+        device = self.grad_norm.device
+        for number, slot in enumerate(slots):
+            param = slot.param
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise RuntimeError("AdamW does not support sparse gradients")
+            state = self.state[param]
+            entry = slot.entry
+            if entry is None or not slot.is_bound_to(state):
+                entry = slot.entry = self._bind(number, slot, state)
+            if slot.sharded:
+                grad = local_gradient(param, grad)
+            # torch compares shapes where a gradient is set; the kernels must not read past what was swapped in since.
+            if grad.numel() != entry.numel or grad.device != device:
+                raise ValueError(_misfit("gradient", grad, entry.param))
+            entries.append(entry)
+            grads.append(grad)
+        return entries, grads
+
+    def _bind(self, number: int, slot: _Slot, state: dict[str, Any]) -> Entry:
+        """The entry of a parameter, its state made where it is missing and checked: the kernels write through
+        addresses, and what does not fit must not get there."""
+        part = local(slot.param)
+        self._initialize(slot.param, part, state)
+        raw = slot.raw = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("master"))
+        slot.parts = [part, *(t if t is None else local(t) for t in raw)]
+        slot.addresses = [0 if t is None else t.data_ptr() for t in slot.parts]
+        exp_avg, exp_avg_sq, step, master = slot.parts[1:]
+        walked = [t for t in (exp_avg, exp_avg_sq, master) if t is not None]
+        for tensor in walked:
             if tensor.shape != part.shape or tensor.device != part.device:
-                raise ValueError(
-                    f"gradient or state of shape {tuple(tensor.shape)} on {tensor.device} does not fit its parameter "
-                    f"of shape {tuple(part.shape)} on {part.device}"
-                )
-        fits = entry.exp_avg.dtype == entry.exp_avg_sq.dtype and entry.step.device == part.device
-        if not fits or entry.step.dtype != torch.float32 or (master is not None and master.dtype != torch.float32):
+                raise ValueError(_misfit("state", tensor, part))
+        fits = exp_avg.dtype == exp_avg_sq.dtype and step.device == part.device
+        if not fits or step.dtype != torch.float32 or (master is not None and master.dtype != torch.float32):
             raise ValueError(
                 f"state of a parameter of shape {tuple(part.shape)}: expected moments of one dtype, step and master in "
                 f"fp32, all on {part.device}"
             )
-        return entry
+        place = place_of(slot.param) if self.stochastic_rounding else Place(0, max(part.numel(), 1), 0)
+        return Entry(slot.group, slot.shard_class, number, part, exp_avg, exp_avg_sq, step, master, place)
 
     def _initialize(self, param: torch.Tensor, part: torch.Tensor, state: dict[str, Any]) -> None:
         """Adds what is missing of a parameter's state."""
@@ -403,6 +414,7 @@ class AdamW(torch.optim.Optimizer):
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
         else:
+            state.setdefault("stochastic_rounding", False)
             self._loading = False
             self._forget()
         super().__setstate__(state)
@@ -457,6 +469,13 @@ class AdamW(torch.optim.Optimizer):
                 local(values[name]).copy_(source)
 
 
+def _misfit(what: str, tensor: torch.Tensor, part: torch.Tensor) -> str:
+    return (
+        f"{what} of shape {tuple(tensor.shape)} on {tensor.device} does not fit its parameter of shape "
+        f"{tuple(part.shape)} on {part.device}"
+    )
+
+
 def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
@@ -464,6 +483,8 @@ def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:
             lr = lr.item()  # on the host already: nobody waits
         elif lr.device != device:
             raise ValueError(f"lr is on {lr.device}: expected {device}, the CPU, or a float")
+        elif lr.dtype not in (torch.float32, torch.float64):
+            lr = lr.float()
     beta1, beta2 = group["betas"]
     return Hyper(
         lr.detach().reshape(()) if isinstance(lr, torch.Tensor) else float(lr),
@@ -471,4 +492,5 @@ def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:
         float(beta2),
         float(group["eps"]),
         float(group["weight_decay"]),
+        int(group.get("seed", 0)),
     )

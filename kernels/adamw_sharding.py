@@ -5,13 +5,16 @@ parameter (tensor parallel and FSDP, FSDP alone, replicated, plain), so sums are
 groups over which a parameter is cut. An all-reduce over a group carries all class sums in one message of K + 1
 numbers, and only the classes that are cut over that group take the result: whatever is replicated counts once,
 without weights or gathers. The last number counts ranks that saw a non-finite sum, so that all of them skip the step,
-or none.
+or none. Where all parameters are cut over one and the same group (FSDP2 alone) every rank sees the same total, and the
+message is one number.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -74,6 +77,35 @@ def like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a shard lies in its whole parameter: element l of the shard is element base + l + (l // run) * gap."""
+
+    base: int
+    run: int
+    gap: int
+
+
+def place_of(param: torch.Tensor) -> Place:
+    """Where this rank's shard lies. Exact for a plain tensor, and for contiguous shards of which at most one dimension
+    beyond the first that is not alone is cut; otherwise as if the shard were one stretch from its first element on."""
+    part = local(param)
+    if not is_dtensor(param) or part.numel() == 0:
+        return Place(0, max(part.numel(), 1), 0)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    p = _as_any(param)
+    _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    strides = [math.prod(p.shape[d + 1 :]) for d in range(p.ndim)]
+    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    cut = [d for d in range(p.ndim) if part.shape[d] != p.shape[d] and math.prod(part.shape[:d]) > 1]
+    if not cut:
+        return Place(base, part.numel(), 0)
+    inner = cut[-1]
+    run = math.prod(part.shape[inner:])
+    return Place(base, run, (p.shape[inner] - part.shape[inner]) * strides[inner])
+
+
 def _groups_of(param: torch.Tensor) -> dict[GroupKey, Any]:
     if not is_dtensor(param):
         return {}
@@ -121,6 +153,9 @@ class NormReduction:
         Args:
             sums: (K + 1,) fp64: the local sum of squares of each class, then 1 if any of them is not finite, else 0.
         """
+        if len(self.groups) == 1 and self.num_classes == 1:
+            torch.distributed.all_reduce(sums[:1], group=next(iter(self.groups.values())))
+            return
         for key, group in self.groups.items():
             mask = self._masks[key]
             total = sums if mask is None else sums.clone()

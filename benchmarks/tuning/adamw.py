@@ -1,5 +1,5 @@
-"""Launch choices of AdamW to be timed: the sum of squares, and whole steps with clipping, over the parameters of a Llama
-of 1.2 billion (2048 wide, 16 layers, vocabulary 128,256, packed qkv and gate-up)."""
+"""Launch choices of AdamW to be timed: the sum of squares, and whole steps with clipping, over the parameters of a
+Llama of 1.2 billion (2048 wide, 16 layers, vocabulary 128,256, packed qkv and gate-up)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _step(
     names = ["exp_avg", "exp_avg_sq", *(["master"] if options.get("master_weights") else [])]
     pieces, decays, grads = [], [], []
     for i in CHECKED:
-        p = params[i]
+        p: Any = params[i]
         for slot in (slice(0, PIECE), slice(-PIECE // 2, None)):
             pieces.append([t.detach().view(-1)[slot] for t in (p, *(optimizer.state[p][n] for n in names))])
             decays.append(DECAY if p.ndim > 1 else 0.0)
@@ -79,13 +79,14 @@ def _step(
     start = [t.clone() for t in views]
     moments = options.get("state_dtype") or torch.float32
     profile = device_profile(device)
+    foreach: Any = torch
     select = _keyed_by_launch(
         optimizer, lambda: adamw_step.step_launch((dtype, dtype, moments), len(names) == 3, profile)
     )
 
     def run() -> list[torch.Tensor]:
         select()
-        torch._foreach_copy_(views, start)
+        foreach._foreach_copy_(views, start)
         optimizer.step()
         return [optimizer.grad_norm, *views]
 

@@ -1,4 +1,4 @@
-"""Launch choices of the AdamW kernels: pure functions of dtype and the device.
+"""Launch choices of the AdamW kernels: pure functions of dtypes and the device.
 
 A chunk is what one program handles: `block * iterations` consecutive elements of one tensor. Both kernels are bound by
 memory; chunks are long enough to hide the table reads that open each program, and short enough that thousands of
@@ -22,11 +22,17 @@ class ChunkLaunch:
         block: elements that a program holds at a time (a power of two, at least 16).
         iterations: blocks a program handles, one after the other.
         num_warps: warps a program.
+        vector: consecutive elements a thread (4 or 8). Every tensor of the launch is cut alike, so that with fp32
+            beside bf16, 4 makes fp32 accesses 16 bytes and bf16 accesses 8, all of them whole lines; 8 makes bf16
+            accesses 16 bytes, and leaves every fp32 access two strides of half a line.
+        eviction: Triton's eviction policy of loads and stores, "" or "evict_first".
     """
 
     block: int
     iterations: int
     num_warps: int
+    vector: int = 4
+    eviction: str = ""
 
     @property
     def chunk(self) -> int:
@@ -34,10 +40,20 @@ class ChunkLaunch:
         return self.block * self.iterations
 
 
-def step_launch(dtype: torch.dtype, profile: DeviceProfile) -> ChunkLaunch:
-    """The update. 1024 elements over 4 warps are 8 a thread: two 16-byte loads of an fp32 tensor, one of a 16-bit
-    one. More a thread costs registers (up to five tensors are alive), and with them occupancy."""
-    return ChunkLaunch(block=1024, iterations=4, num_warps=4)
+def step_launch(dtypes: tuple[torch.dtype, ...], has_master: bool, profile: DeviceProfile) -> ChunkLaunch:
+    """The update.
+
+    Args:
+        dtypes: of parameter, gradient and moments.
+        has_master: whether there is an fp32 master copy.
+        profile: the device.
+
+    Returns:
+        1024 elements over 4 warps are 8 a thread: two 16-byte loads of an fp32 tensor, one of a 16-bit one. More a
+        thread costs registers (up to five tensors are alive), and with them occupancy.
+    """
+    narrow = not has_master and all(dtype.itemsize == 2 for dtype in dtypes)
+    return ChunkLaunch(block=1024, iterations=4, num_warps=4, vector=8 if narrow else 4)
 
 
 def norm_launch(dtype: torch.dtype, profile: DeviceProfile) -> ChunkLaunch:
@@ -47,6 +63,5 @@ def norm_launch(dtype: torch.dtype, profile: DeviceProfile) -> ChunkLaunch:
 
 
 SUM_BLOCK = 4096  # partial sums that the second stage adds at a time
-SUM_WARPS = 8
-TENSOR_BLOCK = 256  # tensors whose step counters the scalar kernel advances at a time
-TENSOR_WARPS = 4
+FINISH_BLOCK = 256  # tensors whose step counters it advances at a time
+FINISH_WARPS = 8
