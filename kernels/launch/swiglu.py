@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
 
 _THREADS = 128
 _VECTORS = 2  # 16-byte loads in flight a thread and operand
+_SMALLEST_FULL = 512  # columns; narrower tiles, taken to need no mask, would cut rows into too short runs of memory
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile) ->
     per_thread = _VECTORS * 16 // itemsize
     elements = _THREADS * per_thread
     block_columns = min(elements, _power_of_two(ffn))
+    full = math.gcd(ffn, block_columns)  # the largest power of two that leaves no partial tile
+    if full >= _SMALLEST_FULL:
+        block_columns = full
     block_rows = min(elements // block_columns, _power_of_two(rows))
     num_warps = max(1, min(4, block_rows * block_columns // (32 * per_thread)))
     return SwigluLaunch(block_rows, block_columns, num_warps)

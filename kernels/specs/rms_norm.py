@@ -49,8 +49,8 @@ def _add_bytes(case: Case, dtype: torch.dtype, direction: Direction) -> int:
 
 _TEST: tuple[Case, ...] = (
     {"rows": (3, 5), "n": 40},
-    # An fp32 weight, whose gradient is not rounded: the interpreter truncates to bf16, and three elements do not average
-    # that out. _GPU has the same case with a bf16 weight.
+    # An fp32 weight, whose gradient is not rounded: the interpreter truncates to bf16, which three elements do not
+    # average out. _GPU has the same case with a bf16 weight.
     {"rows": (1,), "n": 3, "weight_dtype": torch.float32},
     {"rows": (17,), "n": 255},
     {"rows": (2, 2, 3), "n": 257, "weight": False},

@@ -33,6 +33,8 @@ _TEST: tuple[Case, ...] = (
     {"rows": (255,), "ffn": 8},
 )
 _BENCHMARK: tuple[Case, ...] = (
+    {"rows": (16384,), "ffn": 14336},
+    {"rows": (32768,), "ffn": 8192},
     {"rows": (16384,), "ffn": 8192},
     {"rows": (8192,), "ffn": 14336},
     {"rows": (32768,), "ffn": 2048},
