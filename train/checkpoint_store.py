@@ -20,6 +20,7 @@ from fuselm.train.checkpointing import (
     file_crc32,
     open_manifest,
     step_folder,
+    step_of,
     wrong_sizes,
 )
 from fuselm.train.errors import UserError, in_words
@@ -51,11 +52,6 @@ class Plan:
     """The newest checkpoint whose checksums hold."""
     damaged: dict[Path, list[str]] = field(default_factory=dict)
     """Checkpoints that are not complete, or of wrong checksum; they stay, and count for nothing."""
-
-
-def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint folder."""
-    return int(folder.name.removeprefix("step_"))
 
 
 def existing(run: Path) -> Path:

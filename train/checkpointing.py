@@ -52,6 +52,11 @@ def step_folder(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    return int(folder.name.removeprefix("step_"))
+
+
 # --- Finding and checking -------------------------------------------------------------------------------------------
 
 
@@ -102,9 +107,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def checkpoints_of(run: Path) -> list[Path]:
     """All checkpoint folders of a run, complete or not, the newest first."""
     folders = (run / FOLDER).glob("step_*")
-    return sorted(
-        (f for f in folders if f.is_dir() and f.name[5:].isdigit()), key=lambda f: int(f.name[5:]), reverse=True
-    )
+    return sorted((f for f in folders if f.is_dir() and f.name[5:].isdigit()), key=step_of, reverse=True)
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -201,6 +204,7 @@ def save_checkpoint(
     keep: int,
     config: dict[str, Any],
     position: dict[str, Any],
+    progress: dict[str, Any],
 ) -> Path:
     """Write a checkpoint from all ranks, then delete the oldest beyond `keep`.
 
@@ -212,7 +216,8 @@ def save_checkpoint(
         world: all of its ranks call this together.
         keep: complete checkpoints that stay, this one included.
         config: the resolved configuration, for the manifest.
-        position: what fixes the place in the data (see the trainer), for the manifest.
+        position: what fixes the order of the data (see feeds.py), for the manifest.
+        progress: how far the run is (see progress.py), for the manifest.
 
     Returns:
         The folder.
@@ -250,7 +255,7 @@ def save_checkpoint(
     try:
         world.together(write)
         files.update(_checksums(temporary, world))
-        world.from_main(lambda: _finish(temporary, folder, step, files, world, config, position))
+        world.from_main(lambda: _finish(temporary, folder, step, files, world, config, position, progress))
         _trusted.add(folder)
     except UserError:
         if world.is_main:
@@ -294,10 +299,12 @@ def _finish(
     world: World,
     config: dict[str, Any],
     position: dict[str, Any],
+    progress: dict[str, Any],
 ) -> None:
     manifest = {
         "step": step,
         "position": position,
+        "progress": progress,
         "world_size": world.size,
         "device": world.device.type,
         "torch": torch.__version__,
@@ -305,10 +312,8 @@ def _finish(
         "files": files,
         "config": config,
     }
-    manifest = json.loads(json.dumps(manifest, default=str))  # as a reader will see it
-    manifest[OWN_CRC] = _manifest_crc32(manifest)
     try:
-        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        _write_manifest(temporary, manifest)
         replaced = folder.with_suffix(".replaced.tmp")
         if folder.exists():  # an incomplete or older one of the same step
             folder.rename(replaced)
@@ -317,6 +322,28 @@ def _finish(
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise UserError(f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}") from error
+
+
+def _write_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    manifest = json.loads(json.dumps(manifest, default=str))  # as a reader will see it
+    manifest[OWN_CRC] = _manifest_crc32(manifest)
+    write_atomically(checkpoint / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def rewind(run: Path, checkpoint: Path, progress: dict[str, Any]) -> None:
+    """Make a checkpoint of a run the newest again, with another progress in its manifest; later ones are deleted.
+
+    Raises:
+        UserError: the manifest cannot be written; nothing was deleted then.
+    """
+    try:
+        _write_manifest(checkpoint, open_manifest(checkpoint) | {"progress": progress})
+    except OSError as error:
+        raise UserError(f"{checkpoint / MANIFEST} cannot be written: {error.strerror}") from error
+    for folder in checkpoints_of(run):
+        if step_of(folder) > step_of(checkpoint):
+            gone = folder.rename(folder.with_suffix(".deleted.tmp"))  # what an interruption leaves is no checkpoint
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _delete_old(run: Path, keep: int) -> None:
@@ -337,11 +364,11 @@ def _delete_old(run: Path, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is either the old one or the new one, whole, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fuselm.train import checkpoint_store as store
-from fuselm.train.checkpointing import human_bytes
+from fuselm.train.checkpointing import human_bytes, step_of
 from fuselm.train.command_line import parse_arguments
 from fuselm.train.config import nearest
 
@@ -87,11 +87,11 @@ def _verify(arguments: VerifyArguments) -> int:
     for folder in store.select(arguments.run, arguments.step):
         wrong = _check(folder)
         if wrong and not folder.exists():
-            print(f"step {store.step_of(folder)}: deleted by the run meanwhile", flush=True)
+            print(f"step {step_of(folder)}: deleted by the run meanwhile", flush=True)
             continue
         damaged |= bool(wrong)
         found = f"damaged: {'; '.join(wrong)}" if wrong else f"good, {human_bytes(store.folder_bytes(folder))}"
-        print(f"step {store.step_of(folder)}: {found}", flush=True)
+        print(f"step {step_of(folder)}: {found}", flush=True)
     return int(damaged)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from fuselm.model.config import LlamaConfig
 from fuselm.train.errors import UserError
+from fuselm.train.guard_config import GuardConfig
 from fuselm.train.lr_schedule import ScheduleConfig
 
 T = TypeVar("T")
@@ -170,6 +171,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -183,6 +185,7 @@ class TrainConfig:
 _AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 _AT_LEAST_0 = (lambda value: value >= 0, "at least 0")
 _FINITE = (lambda value: 0 <= value < math.inf, "a finite number, at least 0")
+_POSITIVE = (lambda value: value > 0, "above 0")
 _DECAY = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "training.steps": _AT_LEAST_1,
@@ -204,6 +207,15 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "evaluation.batches": _AT_LEAST_0,
     "checkpoint.every": _AT_LEAST_0,
     "checkpoint.keep": _AT_LEAST_1,
+    "guard.window": (lambda value: value >= 4, "at least 4"),
+    "guard.min_history": (lambda value: value >= 2, "at least 2"),
+    "guard.loss_threshold": _POSITIVE,
+    "guard.norm_threshold": _POSITIVE,
+    "guard.rollback_after": _AT_LEAST_0,
+    "guard.rollback_within": _AT_LEAST_1,
+    "guard.pass_over_before": _AT_LEAST_0,
+    "guard.max_rollbacks": _AT_LEAST_0,
+    "guard.forget_after": _AT_LEAST_1,
     "logging.every": _AT_LEAST_1,
 }
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and names like NAME.12 are made of it
@@ -228,6 +240,10 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
         value = getattr(getattr(config, section), name)
         if not allowed(value):
             raise UserError(f"{field_name} is {value}: it must be {in_words}")
+    if config.guard.min_history > config.guard.window:
+        raise UserError(
+            f"guard.min_history is {config.guard.min_history}: it must be at most guard.window, {config.guard.window}"
+        )
     if not config.checkpoint.resume:
         raise UserError("checkpoint.resume is empty: it is auto, never, or a path")
     if training.seq_len > config.model.max_seq_len:

@@ -251,6 +251,31 @@ class DataStream:
             return Batch(tokens, targets)
         return Batch(tokens, targets, torch.from_numpy(self._document_borders(ids)), self.seq_len)
 
+    def documents(self, step: int, *, rank: int, world_size: int, accumulation: int = 1) -> list[tuple[int, int]]:
+        """Which documents of the split a rank's part of a step has tokens of.
+
+        Args:
+            step, rank, world_size, accumulation: as for `batch`.
+
+        Returns:
+            Their numbers in the split as ranges (first, last), both included, sorted; ranges that touch are joined.
+        """
+        local = self.global_batch_size // (world_size * accumulation)
+        found: set[int] = set()
+        for micro_step in range(accumulation):
+            first = step * self.global_batch_size + (micro_step * world_size + rank) * local
+            for sequence in self.sequence_ids(first, local):
+                ends = (sequence * self.seq_len, (sequence + 1) * self.seq_len)
+                begin, end = np.searchsorted(self.dataset.borders, ends, side="right")
+                found.update(range(int(begin) - 1, min(int(end), self.dataset.num_documents)))
+        ranges: list[tuple[int, int]] = []
+        for number in sorted(found):
+            if ranges and ranges[-1][1] == number - 1:
+                ranges[-1] = (ranges[-1][0], number)
+            else:
+                ranges.append((number, number))
+        return ranges
+
     def _document_borders(self, ids: list[int]) -> NDArray[np.int32]:
         """(power of two + 1,) int32: a border at each row and at each document that begins within one.
 

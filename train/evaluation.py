@@ -36,6 +36,8 @@ class Stream(Protocol):
         document_mask: bool = False,
     ) -> Batch: ...
 
+    def documents(self, step: int, *, rank: int, world_size: int, accumulation: int = 1) -> list[tuple[int, int]]: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
@@ -53,20 +55,28 @@ class Feed:
     micro_batch_size: int
     document_mask: bool = False
 
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return self.stream.global_batch_size // (self.micro_batch_size * self.world.size)
+
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the CPU."""
-        accumulation = self.stream.global_batch_size // (self.micro_batch_size * self.world.size)
         return [
             self.stream.batch(
                 step,
                 rank=self.world.rank,
                 world_size=self.world.size,
                 micro_step=micro_step,
-                accumulation=accumulation,
+                accumulation=self.accumulation,
                 document_mask=self.document_mask,
             )
-            for micro_step in range(accumulation)
+            for micro_step in range(self.accumulation)
         ]
+
+    def documents(self, step: int, rank: int) -> list[tuple[int, int]]:
+        """The documents in a rank's part of a step, as ranges of their numbers in the split, both ends included."""
+        return self.stream.documents(step, rank=rank, world_size=self.world.size, accumulation=self.accumulation)
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -99,7 +109,12 @@ def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def forward_backward(
-    model: nn.Module, batches: Sequence[Batch], world: World, *, stop: bool = False
+    model: nn.Module,
+    batches: Sequence[Batch],
+    world: World,
+    *,
+    stop: bool = False,
+    rank_losses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Forward and backward of one optimizer step; adds to the parameters' gradients.
 
@@ -112,6 +127,7 @@ def forward_backward(
         batches: this rank's micro-batches, on the CPU.
         world: all of its ranks call this together.
         stop: this rank was asked to stop; summed along, so that all ranks hear of it.
+        rank_losses: (ranks,) fp64 on the device, overwritten with each rank's share of the loss, which add up to it.
 
     Returns:
         (loss, count, stops), 0-dim fp64 on the device: the mean loss and the number of valid tokens over all ranks and
@@ -125,7 +141,13 @@ def forward_backward(
         loss = loss_sum(model, to_device(batch, world.device))
         (loss / count.float()).backward()
         total += loss.detach()
-    return world.sum(total) / count, header[0], header[1]
+    # A sum of vectors with one number each gathers them, and adding them up here takes the same order everywhere.
+    shares = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+    shares[world.rank] = total / count
+    world.sum(shares)
+    if rank_losses is not None:
+        rank_losses.copy_(shares)
+    return shares.sum(), header[0], header[1]
 
 
 @torch.no_grad()

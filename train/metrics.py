@@ -36,6 +36,8 @@ class StepMetrics:
         tflops: TFLOP/s a device, by the formula of `fuselm.model.flops`.
         mfu: share of the device's bf16 peak; None where the peak is not known.
         memory_gib: peak memory of rank 0: allocated on the GPU, or resident on a CPU.
+        batch: number of its batch in the data stream; the step's own, from 0, unless batches were passed over.
+        skipped: why the step changed nothing ("nonfinite" or "spike"); None where it did.
     """
 
     step: int
@@ -47,6 +49,8 @@ class StepMetrics:
     tflops: float
     mfu: float | None
     memory_gib: float
+    batch: int
+    skipped: str | None = None
 
     def line(self, total: int) -> str:
         """As printed."""
@@ -54,7 +58,7 @@ class StepMetrics:
         return (
             f"step {self.step:>{len(str(total))}}/{total}  loss {self.loss:.4f}  grad_norm {self.grad_norm:.3f}  "
             f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  TFLOP/s {self.tflops:.3g}  MFU {mfu}  "
-            f"memory {self.memory_gib:.2f} GiB"
+            f"memory {self.memory_gib:.2f} GiB{f'  skipped: {self.skipped}' if self.skipped else ''}"
         )
 
 
@@ -122,12 +126,24 @@ class Reporter:
             self.task = self.progress.add_task("training", total=total_steps, completed=start_step, loss="-")
             self.progress.start()
         self.path = run / "metrics.jsonl"
-        drop_after(self.path, start_step)
+        self._open(run, start_step)
+
+    def _open(self, run: Path, step: int) -> None:
+        drop_after(self.path, step)
         self.file = self.path.open("a", encoding="utf-8")
-        if config.tensorboard:
+        if self.config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+            self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def rewind(self, step: int) -> None:
+        """Take back what was written of the steps after `step`, which are done once more."""
+        if self.run is None:
+            return
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+        self._open(self.run, step)
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -217,7 +233,7 @@ def drop_after(path: Path, step: int) -> None:
     if path.exists():
         kept = "".join(json.dumps(entry) + "\n" for entry in read_metrics(path) if 0 < step >= entry["step"])
         if kept != path.read_text(encoding="utf-8"):
-            write_atomically(path, kept)
+            write_atomically(path, kept.encode())
 
 
 def centered_mean(values: Sequence[float], reach: int) -> list[float]:

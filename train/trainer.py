@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import shutil
 import signal
 import time
-import weakref
 from collections import deque
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -23,36 +19,25 @@ from fuselm.model.attention_backends import require_attention
 from fuselm.model.llama import Llama, kernel_backend
 from fuselm.train import checkpointing, distributed
 from fuselm.train.config import TrainConfig, resolve, to_json
-from fuselm.train.corpus import prepare_bundled
-from fuselm.train.data_stream import DataStream, TokenDataset
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.errors import UserError, in_words, report
-from fuselm.train.evaluation import Feed, evaluate, forward_backward
+from fuselm.train.evaluation import evaluate, forward_backward
+from fuselm.train.event_log import EventLog
+from fuselm.train.feeds import data_position, open_feeds
+from fuselm.train.guard import Alarm, Guard, Verdict, take_notice
 from fuselm.train.lr_schedule import lr_factor
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
 from fuselm.train.parallelize import build_mesh, materialize, parallelize, require_memory
-from fuselm.train.shards import hold
-
-# What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
-_SHAPE = [
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "ffn_dim",
-    "head_dim",
-    "norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "tie_embeddings",
-    "qk_norm",
-]
-
+from fuselm.train.progress import Progress
+from fuselm.train.recovery import describe_skipped, diagnose, roll_back
+from fuselm.train.resume import find_checkpoint
+from fuselm.train.run_folder import RunFolder, temporary_folder
 
 _SAVES_MEMORY = (
     "halve training.micro_batch_size (the global batch can stay), or set parallel.activation_checkpointing to full"
 )
+
+_RECORDED = 5  # numbers in Guard.record
 
 
 class StopSignal:
@@ -77,13 +62,16 @@ class StopSignal:
 class Pending:
     """A step that was queued on the device and not yet read by the host.
 
-    `values` is (4,) fp64 on the host: loss, grad norm, valid tokens, stops; valid once `done` has happened. `began` is
-    the `done` of the step before, so that what the device waits for the host counts too.
+    `values` is fp64 on the host: the guard's record, valid tokens, stops, and each rank's share of the loss; valid
+    once `done` has happened. `began` is the `done` of the step before, so that what the device waits for the host
+    counts too. `seconds` is what it took on the host.
     """
 
     step: int
+    batch: int
     lr: float
     values: torch.Tensor
+    seconds: float
     began: torch.cuda.Event | None
     done: torch.cuda.Event | None
 
@@ -101,18 +89,19 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World, stop: StopSignal) -> None:
         self.config, self.world, self.stop = config, world, stop
-        self.lock: weakref.finalize[..., Any] | None = None
         self.run = config.run_folder
+        self.folder = RunFolder(self.run)
         world.together(self._check_kernels)
-        self.dataset, self.training, self.validation = self._open_data()
-        checkpoint = self._find_checkpoint()
+        self.dataset, self.training, self.validation = open_feeds(config, world)
+        self.position = data_position(config, self.dataset)
+        checkpoint = find_checkpoint(config, self.position, world)
         world.together(lambda: require_memory(config.model, world))
         self.model, self.optimizer = build(config, world)
-        self.step = 0
+        self.progress = Progress()
         if checkpoint is not None:
             manifest = checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer, world=world)
-            self.step = manifest["step"]
-        self.start_step = self.step
+            self.progress = Progress.from_dict(manifest["progress"])
+        self.step = self.start_step = self.progress.step
         self.saved_step = self.step if checkpoint is not None and checkpoint.parent.parent == self.run else None
         moved = world.from_main(lambda: self._claim_folder(checkpoint))
         self.speed = Speedometer.of(config.model, config.training.seq_len, world.device, world.size)
@@ -122,8 +111,11 @@ class Trainer:
             total_steps=config.training.steps,
             start_step=self.start_step,
         )
+        self.events = EventLog(self.run if world.is_main else None)
+        self.guard = Guard(config.guard, world, self.optimizer)
+        self.guard.restore(self.progress.history)
         self.pending: deque[Pending] = deque()
-        self.nonfinite = 0
+        self.alarm: Alarm | None = None
         self.stopping = False
         self.clock = time.perf_counter()
         self.step_began: torch.cuda.Event | None = None
@@ -142,141 +134,32 @@ class Trainer:
         except (ValueError, ImportError) as error:
             raise UserError(f"model.{error}") from error
 
-    def _open_data(self) -> tuple[TokenDataset, Feed, Feed | None]:
-        """The training split, and how this rank reads the training and the validation split, if that is wanted."""
-        config, world = self.config, self.world
-        path = config.data.path
-        if path is None:
-            path = config.runs / "data" / f"plays_{config.data.vocab_size}"
-            bundled = path
-            # Rank 0 first; then one process a machine, which finds the folder there or makes it where none is shared.
-            for turn in (world.rank == 0, world.local_rank == 0):
-                world.together(lambda turn=turn: prepare_bundled(bundled, config.data.vocab_size) if turn else None)
-
-        def feed(dataset: TokenDataset, shuffle: bool) -> Feed:
-            stream = DataStream(
-                dataset,
-                seq_len=config.training.seq_len,
-                global_batch_size=config.training.global_batch_size,
-                seed=config.training.seed,
-                shuffle=shuffle,
-            )
-            return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
-
-        def open_both() -> tuple[TokenDataset, Feed, Feed | None]:
-            training = TokenDataset.open(path, "train")
-            validation = TokenDataset.open(path, "validation") if config.evaluation.batches else None
-            if training.vocab_size > config.model.vocab_size:
-                raise UserError(
-                    f"the data in {path} has a vocabulary of {training.vocab_size}, but model.vocab_size is "
-                    f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
-                )
-            return training, feed(training, True), None if validation is None else feed(validation, False)
-
-        return world.together(open_both)
-
-    def _position(self) -> dict[str, Any]:
-        """What fixes the order of the data: with the step, it says which sequences come next."""
-        training = self.config.training
-        return {
-            "training.global_batch_size": training.global_batch_size,
-            "training.seq_len": training.seq_len,
-            "training.seed": training.seed,
-            "tokenizer": self.dataset.tokenizer_hash,
-            "tokens of the training data": self.dataset.num_tokens,
-        }
-
-    def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to start from, its checksums and its configuration compared."""
-        resume, world = self.config.checkpoint.resume, self.world
-        if resume == "never":
-            return None
-        if resume == "auto":
-            found = checkpointing.resumable(self.run, world)
-        else:
-            found = Path(resume)
-            if not world.from_main(found.is_dir):
-                raise AgreedError(f"checkpoint.resume: there is no folder {found}; it is auto, never, or a path")
-            if not found.name.startswith("step_"):
-                run, found = found, checkpointing.resumable(found, world)
-                if found is None:
-                    raise AgreedError(f"checkpoint.resume: {run} holds no complete checkpoint")
-            newest = world.from_main(lambda: checkpointing.latest_checkpoint(self.run))
-            if newest is not None and found.resolve().parent == newest.resolve().parent and found.name != newest.name:
-                raise AgreedError(
-                    f"checkpoint.resume: {self.run} goes on to {newest.name}; to branch off at {found.name}, "
-                    "give the new run another --name"
-                )
-        if found is not None:
-            manifest = world.from_main(lambda: checkpointing.read_manifest(found))
-            world.together(lambda: self._compare(found, manifest))
-        return found
-
-    def _compare(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
-        now = json.loads(to_json(self.config))["model"]
-        pairs = [(f"model.{k}", manifest["config"]["model"].get(k), now[k]) for k in _SHAPE]
-        pairs += [(k, manifest["position"].get(k), v) for k, v in self._position().items()]
-        for name, before, after in pairs:
-            if before != after:
-                raise UserError(
-                    f"{checkpoint} was written with {name} {before}, but it is {after} now; give the same, or start "
-                    "a run with another --name or --checkpoint.resume never"
-                )
-
-    def _claim_folder(self, checkpoint: Path | None) -> str | None:
-        """On rank 0: check space, move an earlier run aside, create the folder and its configuration."""
+    def _claim_folder(self, checkpoint: Path | None) -> Path | None:
+        """On rank 0: the run folder, with room for the checkpoints that it will hold at most, beside those there."""
         goes_on = checkpoint is not None and checkpoint.parent.parent == self.run
-        moved = None
-        try:
-            if self.run.is_dir():
-                self._hold()
-            if self.config.checkpoint.save:
-                self._require_space(len(checkpointing.checkpoints_of(self.run)) if goes_on else 0)
-            if not goes_on and (self.run / "metrics.jsonl").exists():
-                number = 1
-                while (aside := self.run.with_name(f"{self.run.name}.{number}")).exists():
-                    number += 1
-                self.run.rename(aside)
-                moved = str(aside)
-                self.release()
-            self.run.mkdir(parents=True, exist_ok=True)
-            self._hold()
-            checkpointing.clean(self.run)
-            checkpointing.write_atomically(self.run / "config.json", to_json(self.config))
-            shutil.copyfile(self.dataset.tokenizer_path, self.run / "tokenizer.json")
-        except OSError as error:
-            raise UserError(f"the run folder {self.run} cannot be written: {in_words(error)}") from error
-        return moved
-
-    def _hold(self) -> None:
-        """Lock the run folder while this run lives, so that no two write to it."""
-        if self.lock is not None:
-            return
-        try:
-            handle = hold(self.run)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is training in {self.run}: wait for it, or give this run another --name"
-            ) from error
-        self.lock = None if handle is None else weakref.finalize(self, os.close, handle)
+        config, more = self.config.checkpoint, 0
+        if config.save:
+            there = len(checkpointing.checkpoints_of(self.run)) if goes_on else 0
+            left = self.config.training.steps - self.step
+            saves = math.ceil(left / config.every) if config.every else min(left, 1)
+            more = max(min(config.keep + 1, saves + there) - there, 0)
+        compiled = self.config.parallel.compile
+        return self.folder.claim(
+            goes_on=goes_on,
+            needed=more * checkpointing.checkpoint_bytes(self.model),
+            what=f"{more} checkpoint(s) of {self.run}",
+            compiles=compiled if compiled is not None else self.world.device.type == "cuda",
+            files={
+                "config.json": to_json(self.config).encode(),
+                "tokenizer.json": self.dataset.tokenizer_path.read_bytes(),
+            },
+        )
 
     def release(self) -> None:
-        """Give the run folder's lock back; safe to call twice."""
-        if self.lock is not None:
-            self.lock()
-            self.lock = None
+        """Give the run folder back; safe to call twice."""
+        self.folder.release()
 
-    def _require_space(self, there: int) -> None:
-        """For the checkpoints that the run will hold at most, beside those that are there."""
-        config = self.config.checkpoint
-        left = self.config.training.steps - self.step
-        saves = math.ceil(left / config.every) if config.every else min(left, 1)
-        more = max(min(config.keep + 1, saves + there) - there, 0)
-        needed = more * checkpointing.checkpoint_bytes(self.model)
-        folder = next(parent for parent in (self.run, *self.run.absolute().parents) if parent.exists())
-        checkpointing.require_space(folder, needed, f"{more} checkpoint(s) of {self.run}")
-
-    def _introduce(self, checkpoint: Path | None, moved: str | None) -> None:
+    def _introduce(self, checkpoint: Path | None, moved: Path | None) -> None:
         config, world, say = self.config, self.world, self.reporter.say
         training = config.training
         if moved:
@@ -301,25 +184,42 @@ class Trainer:
         Raises:
             UserError: the loss was not finite too often in a row, or a checkpoint could not be written.
         """
-        total, every = self.config.training.steps, self.config.evaluation.every
+        total = self.config.training.steps
         try:
-            if self.step == 0:
-                self._validate()
-            while self.step < total and not self.stopping:
-                self._train_step()
-                if every and self.step % every == 0 and self.step < total:
+            with temporary_folder(self.run):
+                if self.step == 0:
                     self._validate()
-                if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0:
-                    self._save()
-            self._read_pending()
-            if self.step >= total and self.step > self.start_step:
-                self._validate()
-            self._save()
-            self.reporter.plot()
+                self._run_steps(total)
+                if self.step >= total and self.step > self.start_step:
+                    self._validate()
+                self._save()
+                self.reporter.plot()
         finally:
             self.reporter.close()
             self.release()
         self._conclude()
+
+    def _run_steps(self, total: int) -> None:
+        """Train until the last step is done and read, or the run is asked to stop; go back where the guard says so."""
+        while True:
+            ended = self.step >= total or self.stopping
+            if not ended:
+                self._train_step()
+            validates, saves = self._is_due(self.config.evaluation.every), self._is_due(self.config.checkpoint.every)
+            if ended or validates or saves:
+                self._read_pending()
+            if self.alarm is not None:
+                self._answer(self.alarm)
+            elif ended:
+                return
+            else:
+                if validates and self.step < total:
+                    self._validate()
+                if saves:
+                    self._save()
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
 
     def _train_step(self) -> None:
         config = self.config
@@ -330,75 +230,123 @@ class Trainer:
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batches = self.training.micro_batches(self.step)
-        loss, count, stops = forward_backward(self.model, batches, self.world, stop=self.stop.received is not None)
+        batch = self.progress.batch_of(self.step)
+        shares = torch.empty(self.world.size, dtype=torch.float64, device=self.world.device)
+        loss, count, stops = forward_backward(
+            self.model,
+            self.training.micro_batches(batch),
+            self.world,
+            stop=self.stop.received is not None,
+            rank_losses=shares,
+        )
+        self.guard.expect(loss)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        values = torch.stack([loss, self.optimizer.grad_norm.double(), count, stops])
+        values = torch.cat([self.guard.record, torch.stack([count, stops]), shares])
         done = None
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record()
-        self.pending.append(Pending(self.step, lr, values, began, done))
-        self.step_began = done
-        # A GPU's step is read while the next one runs, so that its queue never empties.
-        self._read_pending(leave=1 if done is not None else 0)
+        now = time.perf_counter()
+        self.pending.append(Pending(self.step, batch, lr, values, now - self.clock, began, done))
+        self.clock, self.step_began = now, done
+        # A step is read while the next one runs, so that a GPU's queue never empties; on a CPU too, to be one path.
+        self._read_pending(leave=1)
 
     def _read_pending(self, leave: int = 0) -> None:
-        while len(self.pending) > leave:
+        """Read queued steps but for the last `leave`; no further than one that raises an alarm."""
+        while len(self.pending) > leave and self.alarm is None:
             pending = self.pending.popleft()
             if pending.done is not None:
                 pending.done.synchronize()
-            loss, grad_norm, _, stops = pending.values.tolist()
-            seconds = self._seconds(pending)
+            *record, count, stops = pending.values[: _RECORDED + 2].tolist()
+            verdict = Guard.read(record)
+            self.progress.step = pending.step
+            self.progress.tokens += int(count)
             training = self.config.training
-            tokens = training.global_batch_size * training.seq_len
-            rate, tflops, mfu = self.speed.read(tokens, seconds)
-            memory = memory_gib(self.world.device)
+            rate, tflops, mfu = self.speed.read(training.global_batch_size * training.seq_len, self._seconds(pending))
             self.reporter.step(
-                StepMetrics(pending.step, loss, grad_norm, pending.lr, pending.step * tokens, rate, tflops, mfu, memory)
+                StepMetrics(
+                    step=pending.step,
+                    loss=verdict.loss,
+                    grad_norm=verdict.grad_norm,
+                    lr=pending.lr,
+                    tokens=self.progress.tokens,
+                    tokens_per_second=rate,
+                    tflops=tflops,
+                    mfu=mfu,
+                    memory_gib=memory_gib(self.world.device),
+                    batch=pending.batch,
+                    skipped=verdict.kind,
+                )
             )
             if stops and not self.stopping:
                 self.stopping = True
                 self.reporter.say("asked to stop: saving first")
-            self._count_nonfinite(pending.step, loss, grad_norm)
+            if verdict.kind is not None:
+                self._report_skipped(pending, verdict)
+            self.alarm = take_notice(
+                self.progress,
+                pending.batch,
+                verdict,
+                self.config.guard,
+                max_nonfinite_steps=training.max_nonfinite_steps,
+            )
+
+    def _report_skipped(self, pending: Pending, verdict: Verdict) -> None:
+        message, details = describe_skipped(
+            self.training, pending.step, pending.batch, verdict, pending.values[_RECORDED + 2 :].tolist()
+        )
+        self.reporter.say(f"warning: {message}")
+        self.events.add(verdict.kind or "", pending.step, message, **details)
+
+    def _answer(self, alarm: Alarm) -> None:
+        """Go back to the last checkpoint from before the bad steps and pass over their batches; or stop.
+
+        Raises:
+            AgreedError: with a diagnosis, when it happens too often.
+        """
+        self.alarm = None
+        if alarm.stop:
+            self.pending.clear()
+            bad, found = diagnose(self.model, self.optimizer, self.training, alarm)
+            reason = f"{alarm.reason}. {found}"
+            self.events.add("stop", self.progress.step, reason, batch=bad.batch)
+            raise AgreedError(
+                f"{reason}. Try a lower optimizer.lr or a longer schedule.warmup_steps. Checkpoints in "
+                f"{self.run / checkpointing.FOLDER} are from before"
+            )
+        back = roll_back(
+            self.run, self.model, self.optimizer, self.training, alarm, self.progress,
+            pass_over_before=self.config.guard.pass_over_before, say=self.reporter.say, events=self.events,
+        )  # fmt: skip
+        if back is None:
+            self.reporter.say(f"warning: {alarm.reason}; there is no checkpoint from before to go back to")
+            return
+        self.progress, self.step, self.saved_step = back, back.step, back.step
+        self.pending.clear()
+        self.guard.restore(back.history)
+        self.reporter.rewind(back.step)
+        self._pause()
 
     def _seconds(self, pending: Pending) -> float:
-        """What a step took: by the GPU's events, since the host reads it late; by the clock on a CPU."""
+        """What a step took: by the GPU's events, since the host runs ahead of it; by the clock on a CPU."""
         if pending.began is not None and pending.done is not None:
             return pending.began.elapsed_time(pending.done) / 1e3
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
-        return seconds
+        return pending.seconds
 
     def _pause(self) -> None:
         """The time since the last step belongs to no step."""
         self.clock, self.step_began = time.perf_counter(), None
 
-    def _count_nonfinite(self, step: int, loss: float, grad_norm: float) -> None:
-        # Both numbers are sums over all ranks, so every rank comes to the same verdict.
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.nonfinite = 0
-            return
-        self.nonfinite += 1
-        self.reporter.say(
-            f"warning: step {step} is not finite (loss {loss}, grad_norm {grad_norm}) and changed no weight"
-        )
-        limit = self.config.training.max_nonfinite_steps
-        if self.nonfinite >= limit:
-            raise AgreedError(
-                f"loss or gradient norm was not finite in {limit} steps in a row (up to step {step}); try a lower "
-                f"optimizer.lr or a longer schedule.warmup_steps. Checkpoints in {self.run / checkpointing.FOLDER} are "
-                "from before"
-            )
-
     def _validate(self) -> None:
         if self.validation is not None:
             self._read_pending()
             loss, tokens = evaluate(self.model, self.validation, self.config.evaluation.batches)
+            self.progress.validated(loss)
             self.reporter.validation(self.step, loss, tokens)
             self._pause()
 
@@ -416,7 +364,8 @@ class Trainer:
             world=self.world,
             keep=self.config.checkpoint.keep,
             config=json.loads(to_json(self.config)),
-            position=self._position(),
+            position=self.position,
+            progress=self.progress.to_dict(),
         )
         self.saved_step = self.step
         self.reporter.say(f"saved {folder}")

@@ -43,7 +43,7 @@ def main() -> distributed.World:
     moved = any(not torch.equal(a, b) for a, b in zip(snapshots[3], snapshots[4], strict=True))
     result = {
         "error": error,
-        "step": run.step,
+        "step": run.progress.step,
         "skipped_step_changed_nothing": same,
         "next_step_changed_weights": moved,
         "finite": all_finite(run.model, world),

@@ -44,7 +44,15 @@ def trained(make_config, world, tmp_path):
 
     def save(step: int, keep: int = 2) -> Path:
         return save_checkpoint(
-            tmp_path, step, model, optimizer, world=world, keep=keep, config={"a": 1}, position={"seed": 0}
+            tmp_path,
+            step,
+            model,
+            optimizer,
+            world=world,
+            keep=keep,
+            config={"a": 1},
+            position={"seed": 0},
+            progress={"step": step},
         )
 
     return config, model, optimizer, save
@@ -97,7 +105,7 @@ def test_activation_checkpointing_and_compile_leave_no_trace_in_names(make_confi
     config = make_config(tmp_path, parallel__activation_checkpointing="full")
     model, optimizer = build(config, world)
     _step(model, optimizer, world)
-    folder = save_checkpoint(tmp_path, 1, model, optimizer, world=world, keep=1, config={}, position={})
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, world=world, keep=1, config={}, position={}, progress={})
     load_model(folder, Llama(config.model))
 
 

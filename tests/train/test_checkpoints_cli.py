@@ -32,7 +32,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in STEPS:
-        save_checkpoint(run, step, model, optimizer, world=world, keep=9, config={}, position={})
+        save_checkpoint(run, step, model, optimizer, world=world, keep=9, config={}, position={}, progress={})
     leftover = run / "checkpoints" / "step_00000550.tmp"
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"half" * 100)

@@ -15,7 +15,7 @@ from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, centered_me
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:
-    return StepMetrics(step, loss, 1.0, 1e-3, step * 100, 1000.0, 0.5, None, 0.1)
+    return StepMetrics(step, loss, 1.0, 1e-3, step * 100, 1000.0, 0.5, None, 0.1, step - 1)
 
 
 def test_mfu_by_hand():

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for parameter in model.parameters():
                     parameter.mul_(4)
         optimizer = torch.optim.AdamW(model.parameters())
-        save_checkpoint(run, step, model, optimizer, world=world, keep=5, config={}, position={})
+        save_checkpoint(run, step, model, optimizer, world=world, keep=5, config={}, position={}, progress={})
     return run
 
 

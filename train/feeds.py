@@ -1,0 +1,61 @@
+"""The data of a run as one rank reads it: the training split and, if that is wanted, the validation split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fuselm.train.config import TrainConfig
+from fuselm.train.corpus import prepare_bundled
+from fuselm.train.data_stream import DataStream, TokenDataset
+from fuselm.train.distributed import World
+from fuselm.train.errors import UserError
+from fuselm.train.evaluation import Feed
+
+
+def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Feed, Feed | None]:
+    """The training split, and how this rank reads the training and the validation split; all ranks together.
+
+    Raises:
+        AgreedError: the data cannot be read or does not fit the model.
+    """
+    path = config.data.path
+    if path is None:
+        path = config.runs / "data" / f"plays_{config.data.vocab_size}"
+        bundled = path
+        # Rank 0 first; then one process a machine, which finds the folder there or makes it where none is shared.
+        for turn in (world.rank == 0, world.local_rank == 0):
+            world.together(lambda turn=turn: prepare_bundled(bundled, config.data.vocab_size) if turn else None)
+
+    def feed(dataset: TokenDataset, shuffle: bool) -> Feed:
+        stream = DataStream(
+            dataset,
+            seq_len=config.training.seq_len,
+            global_batch_size=config.training.global_batch_size,
+            seed=config.training.seed,
+            shuffle=shuffle,
+        )
+        return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
+
+    def open_both() -> tuple[TokenDataset, Feed, Feed | None]:
+        training = TokenDataset.open(path, "train")
+        validation = TokenDataset.open(path, "validation") if config.evaluation.batches else None
+        if training.vocab_size > config.model.vocab_size:
+            raise UserError(
+                f"the data in {path} has a vocabulary of {training.vocab_size}, but model.vocab_size is "
+                f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
+            )
+        return training, feed(training, True), None if validation is None else feed(validation, False)
+
+    return world.together(open_both)
+
+
+def data_position(config: TrainConfig, dataset: TokenDataset) -> dict[str, Any]:
+    """What fixes the order of the data: with the step, it says which sequences come next."""
+    training = config.training
+    return {
+        "training.global_batch_size": training.global_batch_size,
+        "training.seq_len": training.seq_len,
+        "training.seed": training.seed,
+        "tokenizer": dataset.tokenizer_hash,
+        "tokens of the training data": dataset.num_tokens,
+    }

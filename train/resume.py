@@ -1,0 +1,76 @@
+"""Where a run starts from: no checkpoint, its own newest sound one, or a named one that fits the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fuselm.train import checkpointing
+from fuselm.train.config import TrainConfig, to_json
+from fuselm.train.distributed import AgreedError, World
+from fuselm.train.errors import UserError
+
+# What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
+_SHAPE = [
+    "vocab_size",
+    "dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "ffn_dim",
+    "head_dim",
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "tie_embeddings",
+    "qk_norm",
+]
+
+
+def find_checkpoint(config: TrainConfig, position: dict[str, Any], world: World) -> Path | None:
+    """The checkpoint to start from, its checksums and its configuration compared; all ranks together.
+
+    Args:
+        config: resolved.
+        position: from `data_position`.
+        world: all ranks.
+
+    Raises:
+        AgreedError: checkpoint.resume names what is not there, is damaged, or does not fit.
+    """
+    resume, run = config.checkpoint.resume, config.run_folder
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = checkpointing.resumable(run, world)
+    else:
+        found = Path(resume)
+        if not world.from_main(found.is_dir):
+            raise AgreedError(f"checkpoint.resume: there is no folder {found}; it is auto, never, or a path")
+        if not found.name.startswith("step_"):
+            other, found = found, checkpointing.resumable(found, world)
+            if found is None:
+                raise AgreedError(f"checkpoint.resume: {other} holds no complete checkpoint")
+        newest = world.from_main(lambda: checkpointing.latest_checkpoint(run))
+        if newest is not None and found.resolve().parent == newest.resolve().parent and found.name != newest.name:
+            raise AgreedError(
+                f"checkpoint.resume: {run} goes on to {newest.name}; to branch off at {found.name}, "
+                "give the new run another --name"
+            )
+    if found is not None:
+        manifest = world.from_main(lambda: checkpointing.read_manifest(found))
+        world.together(lambda: _compare(found, manifest, config, position))
+    return found
+
+
+def _compare(checkpoint: Path, manifest: dict[str, Any], config: TrainConfig, position: dict[str, Any]) -> None:
+    now = json.loads(to_json(config))["model"]
+    pairs = [(f"model.{k}", manifest["config"]["model"].get(k), now[k]) for k in _SHAPE]
+    pairs += [(k, manifest["position"].get(k), v) for k, v in position.items()]
+    for name, before, after in pairs:
+        if before != after:
+            raise UserError(
+                f"{checkpoint} was written with {name} {before}, but it is {after} now; give the same, or start "
+                "a run with another --name or --checkpoint.resume never"
+            )
