@@ -24,7 +24,8 @@ import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
 from fuselm.kernels.adamw_reference import reference_step
-from fuselm.kernels.adamw_sharding import NormReduction, Place, is_dtensor, like, local, local_gradient, place_of
+from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, local_gradient
+from fuselm.kernels.adamw_slots import Slot, misfit
 from fuselm.kernels.adamw_step import KERNEL_DTYPES, TritonStep
 from fuselm.kernels.adamw_tables import Entry, Hyper
 
@@ -81,37 +82,6 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-class _Slot:
-    """One parameter, and what its last step worked on."""
-
-    __slots__ = ("addresses", "entry", "group", "param", "parts", "raw", "shard_class", "sharded")
-
-    def __init__(self, param: torch.Tensor, group: int, shard_class: int, sharded: bool) -> None:
-        self.param = param
-        self.group = group
-        self.shard_class = shard_class
-        self.sharded = sharded
-        self.entry: Entry | None = None
-        self.raw: tuple[Any, ...] = ()
-        self.parts: list[Any] = []
-        self.addresses: list[int] = []
-
-    def is_bound_to(self, state: dict[str, Any]) -> bool:
-        """Whether the entry still stands for these tensors, and they lie where they lay."""
-        raw = self.raw
-        if (
-            state.get("exp_avg") is not raw[0]
-            or state.get("exp_avg_sq") is not raw[1]
-            or state.get("step") is not raw[2]
-            or state.get("master") is not raw[3]
-        ):
-            return False
-        parts = self.parts
-        if self.sharded:
-            parts = [t if t is None else local(t) for t in (self.param, *raw)]
-        return [0 if t is None else t.data_ptr() for t in parts] == self.addresses
 
 
 class AdamW(torch.optim.Optimizer):
@@ -199,7 +169,7 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._triton = TritonStep()
         self._reduction: NormReduction | None = None
-        self._slots: list[_Slot] | None = None
+        self._slots: list[Slot] | None = None
 
     def _check_max_grad_norm(self) -> float:
         limit = self.max_grad_norm
@@ -292,21 +262,18 @@ class AdamW(torch.optim.Optimizer):
             stochastic=self.stochastic_rounding,
         )
 
-    def _make_slots(self, device: torch.device) -> tuple[NormReduction, list[_Slot]]:
+    def _make_slots(self, device: torch.device) -> tuple[NormReduction, list[Slot]]:
         reduction = NormReduction(self._params(), device)
         classes = iter(reduction.classes)
-        slots = [
-            _Slot(p, index, next(classes), is_dtensor(p))
-            for index, group in enumerate(self.param_groups)
-            for p in group["params"]
-        ]
-        return reduction, slots
+        groups = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        placed = self.stochastic_rounding
+        return reduction, [Slot(p, group, next(classes), n, placed) for n, (p, group) in enumerate(groups)]
 
-    def _gather(self, slots: list[_Slot]) -> tuple[list[Entry], list[torch.Tensor]]:
+    def _gather(self, slots: list[Slot]) -> tuple[list[Entry], list[torch.Tensor]]:
         """What has a gradient, and the gradients. Runs in every step for every parameter: entries are kept."""
         entries, grads = [], []
         device = self.grad_norm.device
-        for number, slot in enumerate(slots):
+        for slot in slots:
             param = slot.param
             grad = param.grad
             if grad is None:
@@ -316,37 +283,16 @@ class AdamW(torch.optim.Optimizer):
             state = self.state[param]
             entry = slot.entry
             if entry is None or not slot.is_bound_to(state):
-                entry = slot.entry = self._bind(number, slot, state)
+                self._initialize(param, local(param), state)
+                entry = slot.bind(state)
             if slot.sharded:
                 grad = local_gradient(param, grad)
             # torch compares shapes where a gradient is set; the kernels must not read past what was swapped in since.
             if grad.numel() != entry.numel or grad.device != device:
-                raise ValueError(_misfit("gradient", grad, entry.param))
+                raise ValueError(misfit("gradient", grad, entry.param))
             entries.append(entry)
             grads.append(grad)
         return entries, grads
-
-    def _bind(self, number: int, slot: _Slot, state: dict[str, Any]) -> Entry:
-        """The entry of a parameter, its state made where it is missing and checked: the kernels write through
-        addresses, and what does not fit must not get there."""
-        part = local(slot.param)
-        self._initialize(slot.param, part, state)
-        raw = slot.raw = (state["exp_avg"], state["exp_avg_sq"], state["step"], state.get("master"))
-        slot.parts = [part, *(t if t is None else local(t) for t in raw)]
-        slot.addresses = [0 if t is None else t.data_ptr() for t in slot.parts]
-        exp_avg, exp_avg_sq, step, master = slot.parts[1:]
-        walked = [t for t in (exp_avg, exp_avg_sq, master) if t is not None]
-        for tensor in walked:
-            if tensor.shape != part.shape or tensor.device != part.device:
-                raise ValueError(_misfit("state", tensor, part))
-        fits = exp_avg.dtype == exp_avg_sq.dtype and step.device == part.device
-        if not fits or step.dtype != torch.float32 or (master is not None and master.dtype != torch.float32):
-            raise ValueError(
-                f"state of a parameter of shape {tuple(part.shape)}: expected moments of one dtype, step and master in "
-                f"fp32, all on {part.device}"
-            )
-        place = place_of(slot.param) if self.stochastic_rounding else Place(0, max(part.numel(), 1), 0)
-        return Entry(slot.group, slot.shard_class, number, part, exp_avg, exp_avg_sq, step, master, place)
 
     def _initialize(self, param: torch.Tensor, part: torch.Tensor, state: dict[str, Any]) -> None:
         """Adds what is missing of a parameter's state."""
@@ -467,13 +413,6 @@ class AdamW(torch.optim.Optimizer):
                 dtype = torch.float32 if name == "master" else self._moment_dtype(param)
                 values[name] = target(name, dtype, part.shape)
                 local(values[name]).copy_(source)
-
-
-def _misfit(what: str, tensor: torch.Tensor, part: torch.Tensor) -> str:
-    return (
-        f"{what} of shape {tuple(tensor.shape)} on {tensor.device} does not fit its parameter of shape "
-        f"{tuple(part.shape)} on {part.device}"
-    )
 
 
 def _hyper(group: Mapping[str, Any], device: torch.device) -> Hyper:
