@@ -29,7 +29,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
-from fuselm.kernels.cross_entropy_kernels import launch_backward, launch_forward
+from fuselm.kernels.cross_entropy_launchers import launch_backward, launch_forward
+from fuselm.kernels.loss_scaling import launch_row_weight, launch_weighted_sum
 
 Reduction = Literal["none", "sum", "mean"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +75,7 @@ def row_weight(targets: torch.Tensor, ignore_index: int, reduction: str) -> torc
     """What "mean" divides by, inverted: 1 / max(valid targets, 1) as a 0-dim fp32 tensor on the device; 1 otherwise."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=targets.device)
-    return (targets != ignore_index).sum().clamp_(min=1).to(torch.float32).reciprocal_()
+    return launch_row_weight(targets, ignore_index)
 
 
 @torch.library.custom_op("fuselm::cross_entropy_forward", mutates_args=())
@@ -104,7 +105,7 @@ def _cross_entropy_forward(
         gradient=gradient if want_gradient else None,
         scale=weight,
     )
-    return loss if reduction == "none" else loss.sum() * weight, lse, lse_low, weight, gradient
+    return loss if reduction == "none" else launch_weighted_sum(loss, weight), lse, lse_low, weight, gradient
 
 
 @_cross_entropy_forward.register_fake

@@ -1,22 +1,40 @@
-"""The Triton kernels under cross_entropy and linear_cross_entropy, and their launchers. cross_entropy.py has the
-formulas.
+"""The Triton kernels under cross_entropy and linear_cross_entropy. cross_entropy.py has the formulas,
+cross_entropy_launchers.py the launches.
 
-One program a row. The forward kernel reads the row for an online logsumexp and, if asked to, reads it again (from L2
-for the most part) and writes the gradient, over the logits too. The backward kernel computes the gradient from the
-saved logsumexp.
+One row a program. The first pass reads the row for an online logsumexp; the second, in the same launch where a gradient
+is asked for, reads it again (from L1 and L2 for the most part: it runs backwards, so that the newest lines come first)
+and writes the gradient, over the logits too. The backward kernel is the second pass from a saved logsumexp.
+
+Both passes are bound by instructions unless they are lean, so:
+
+- A row is cut at 16-byte borders. Its body goes in vectors of 16 bytes without a mask, whatever address the row starts
+  at; the last block is masked by whole vectors; the ragged ends, fewer than 16 bytes each, go element by element.
+- Exponents are base 2 and one multiply-add: z · log2(e) - reference, rounded once. Each vector of 16 bytes raises the
+  running maximum once and rescales the running sum once.
+- The second pass writes p · factor. Upstream gradient, z-loss, the gradient of lse and the low part of lse are in the
+  factor, computed once a row; the target's element is computed apart and stored after a barrier.
 """
 
 from __future__ import annotations
 
-import torch
+from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
 
-from fuselm.kernels._triton import HAVE_TRITON, device_profile, jit, tl
-from fuselm.kernels.launch.cross_entropy import cross_entropy_launch
+VECTOR_BYTES = 16
 
-Options = tuple[int, float, float, float]
-"""ignore_index, label_smoothing, z_loss, softcap (0 for none)."""
+if HAVE_TRITON:
+    # log2(e) rounded to fp32, and the inverse of just that number in two parts
+    _LOG2E = tl.constexpr(1.4426950216293335)
+    _LN2 = tl.constexpr(0.6931471824645996)
+    _LN2_LOW = tl.constexpr(7.348693209507928e-09)
+    _LOWEST = tl.constexpr(-3.0e38)
+    _INTERPRET = tl.constexpr(INTERPRET)
 
-_LOG2E = tl.constexpr(1.4426950408889634) if HAVE_TRITON else 1.4426950408889634
+
+@jit
+def _fma(x, y, z):
+    if _INTERPRET:  # the interpreter's own rounds twice
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    return tl.fma(x, y, z)
 
 
 @jit
@@ -32,53 +50,241 @@ def _tanh(x):
 
 
 @jit
-def _write_gradient(
-    logits,
-    gradient,
-    lse,
-    lse_low,
-    target,
-    ignored,
-    scale,
-    grad_lse,
-    vocab,
-    label_smoothing,
-    z_loss,
-    softcap,
-    HAS_GRAD_LSE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # scale · dloss/dx + grad_lse · dlse/dx of one row, where p = exp(z - lse - lse_low). p minus the smoothed target
-    # comes first: it is exact where p is near 1, and the small terms of z-loss and lse are not lost beside it.
-    scale = tl.where(ignored, 0.0, scale)
-    p_factor = scale * (2.0 * z_loss * lse) + grad_lse
-    uniform = label_smoothing / vocab
-    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # compares faster than 64 bits
-    peak = (1.0 - label_smoothing) + uniform
-    log2_low = lse_low * _LOG2E
-    zero = ignored
-    if HAS_GRAD_LSE:
-        zero = False
-    for start in range(0, vocab, BLOCK):
-        col = start + tl.arange(0, BLOCK)  # [BLOCK]
-        mask = col < vocab
-        if not HAS_GRAD_LSE:
-            mask = mask & (ignored == 0)
-        z = tl.load(logits + col, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        slope = 1.0
-        if HAS_SOFTCAP:
-            t = _tanh(z / softcap)
-            z = softcap * t
-            slope = 1.0 - t * t
-        p = tl.exp2((z - lse) * _LOG2E - log2_low)
-        d = (scale * (p - tl.where(col == target, peak, uniform)) + p * p_factor) * slope
-        d = tl.where(zero, 0.0, d)
-        tl.store(gradient + col, d.to(gradient.dtype.element_ty), mask=col < vocab, eviction_policy="evict_first")
+def _expm1_of_negative(x):
+    # exp(-x) - 1 for x >= 0, by its series where the difference would cancel
+    series = 1.0 - x * (1 / 6) * (1.0 - x * (1 / 7))
+    series = 1.0 - x * (1 / 4) * (1.0 - x * (1 / 5) * series)
+    series = 1.0 - x * (1 / 2) * (1.0 - x * (1 / 3) * series)
+    return tl.where(x < 0.3, -x * series, tl.exp2(-x * _LOG2E) - 1.0)
 
 
 @jit
-def _cross_entropy_forward_kernel(
+def _row_offset(row, inner, stride_outer, stride_inner):
+    return tl.cast(row // inner, tl.int64) * stride_outer + tl.cast(row % inner, tl.int64) * stride_inner
+
+
+@jit
+def _head(offset, shift, vocab, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
+    # elements before the row's first 16-byte border; `shift` is what the base pointer is beyond one
+    head = 0
+    if RAGGED:
+        head = tl.minimum((-(offset + shift) & (VECTOR - 1)).to(tl.int32), vocab)
+    return head
+
+
+@jit
+def _lanes(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    return tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK / VECTOR, VECTOR]
+
+
+@jit
+def _ragged(head, vocab, VECTOR: tl.constexpr):
+    # columns of both ragged ends, the front in the first half, and which of them exist
+    index = tl.arange(0, 2 * VECTOR)  # [2 VECTOR]
+    end = head + (vocab - head) // VECTOR * VECTOR
+    column = tl.where(index < VECTOR, index, end + index - VECTOR)
+    return column, tl.where(index < VECTOR, index < head, column < vocab)
+
+
+@jit
+def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z * (1.0 / softcap))
+    return z
+
+
+@jit
+def _accumulate(
+    reference, s, total, picked, z, mask, column, target, softcap, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr
+):
+    # One block z [N, VECTOR]. s [N] is the sum of 2^(z · log2(e) - reference), reference [N] the running maximum of
+    # z · log2(e) rounded. It starts finite: -inf logits then never meet -inf - -inf.
+    if SOFTCAP:
+        z = tl.where(mask, _capped(z, softcap, SOFTCAP), float("-inf"))
+        picked += tl.sum(tl.where(mask & (column == target), z, 0.0), 1)  # a second evaluation may round otherwise
+    if SMOOTHING:
+        total += tl.sum(tl.where(mask, z, 0.0), 1)
+    new = tl.maximum(reference, tl.max(z, 1) * _LOG2E)
+    s = s * tl.exp2(reference - new) + tl.sum(tl.exp2(_fma(z, _LOG2E, -new[:, None])), 1)
+    return new, s, total, picked
+
+
+@jit
+def _logsumexp(
+    logits,
+    head,
+    target,
+    vocab,
+    limit,
+    softcap,
+    RAGGED: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    # lse in two parts, the sum of the logits (with smoothing), the target's capped logit (with softcap) of one row, of
+    # which the first `limit` logits count: all or none
+    N: tl.constexpr = BLOCK // VECTOR
+    lanes = _lanes(BLOCK, VECTOR)
+    body = logits + head
+    chunks = (limit - tl.minimum(head, limit)) // VECTOR
+    full = chunks // N
+    reference = tl.full([N], _LOWEST, tl.float32)
+    s = tl.zeros([N], tl.float32)
+    total = tl.zeros([N], tl.float32)
+    picked = tl.zeros([N], tl.float32)
+    for i in range(0, full):
+        pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
+        z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
+        reference, s, total, picked = _accumulate(
+            reference, s, total, picked, z, True, head + i * BLOCK + lanes, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
+        )
+    if full * N < chunks:
+        mask = (full * N + tl.arange(0, N) < chunks)[:, None]
+        pointers = tl.multiple_of(body + full * BLOCK + lanes, [1, 16])
+        z = tl.load(pointers, mask=mask, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        reference, s, total, picked = _accumulate(
+            reference,
+            s,
+            total,
+            picked,
+            z,
+            mask,
+            head + full * BLOCK + lanes,
+            target,
+            softcap,
+            HAS_SOFTCAP,
+            HAS_SMOOTHING,
+        )
+    top = tl.max(reference, 0)
+    row_sum = tl.sum(s * tl.exp2(reference - top), 0)
+    row_total = tl.sum(total, 0)
+    row_picked = tl.sum(picked, 0)
+    if RAGGED:
+        column, exists = _ragged(head, vocab, VECTOR)
+        exists = exists & (limit > 0)
+        z = tl.load(logits + column, mask=exists, other=float("-inf")).to(tl.float32)
+        z = tl.where(exists, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
+        new = tl.maximum(top, tl.max(z, 0) * _LOG2E)
+        row_sum = row_sum * tl.exp2(top - new) + tl.sum(tl.exp2(_fma(z, _LOG2E, -new)), 0)
+        top = new
+        if HAS_SMOOTHING:
+            row_total += tl.sum(tl.where(exists, z, 0.0), 0)
+        if HAS_SOFTCAP:
+            row_picked += tl.sum(tl.where(exists & (column == target), z, 0.0), 0)
+    # lse = top / log2(e) + ln(row_sum). The first term is two numbers, the rounded product and what it lacks.
+    log_sum = tl.log(tl.where(limit > 0, row_sum, 1.0))
+    maximum = top * _LN2
+    maximum_low = _fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
+    lse = maximum + log_sum
+    back = lse - maximum  # pyright: ignore[reportOperatorIssue]
+    lse_low = ((maximum - (lse - back)) + (log_sum - back)) + maximum_low
+    # an lse of -inf or NaN has no low part
+    lse_low = tl.where(tl.abs(lse) < float("inf"), lse_low, 0.0)
+    return lse, lse_low, row_total, row_picked
+
+
+@jit
+def _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    # factor · 2^(z · log2(e) - reference) - uniform, times dz/dx
+    t = 0.0
+    if HAS_SOFTCAP:
+        t = _tanh(z * (1.0 / softcap))
+        z = softcap * t
+    d = tl.exp2(_fma(z, _LOG2E, -reference)) * factor
+    if HAS_SMOOTHING:
+        d -= uniform
+    if HAS_SOFTCAP:
+        d *= 1.0 - t * t
+    return d
+
+
+@jit
+def _write_gradient(
+    logits,
+    gradient,
+    head,
+    x_target,
+    lse,
+    lse_low,
+    target,
+    in_range,
+    zero,
+    scale,
+    grad_lse,
+    vocab,
+    classes,
+    label_smoothing,
+    z_loss,
+    softcap,
+    RAGGED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    # scale · dloss/dx + grad_lse · dlse/dx of one row, where p = exp(z - lse - lse_low); zeros, without reading the
+    # row, where `zero`. x_target is the target's logit, read before anybody could write over it.
+    N: tl.constexpr = BLOCK // VECTOR
+    dtype = gradient.dtype.element_ty
+    lanes = _lanes(BLOCK, VECTOR)
+    source = logits + head
+    sink = gradient + head
+    chunks = (vocab - head) // VECTOR
+    full = chunks // N
+    mask = (full * N + tl.arange(0, N) < chunks)[:, None]
+    if zero:
+        nothing = tl.zeros([N, VECTOR], dtype)
+        for i in range(0, full):
+            tl.store(tl.multiple_of(sink + i * BLOCK + lanes, [1, ALIGNMENT]), nothing, eviction_policy="evict_first")
+        tl.store(tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT]), nothing, mask=mask)
+        if RAGGED:
+            column, exists = _ragged(head, vocab, VECTOR)
+            tl.store(gradient + column, tl.zeros([2 * VECTOR], dtype), mask=exists)
+    else:
+        # p = 2^(z · log2(e) - reference - low): the reference is a rounded number, what it lacks goes into the factor
+        reference = lse * _LOG2E
+        low = _fma(lse, _LOG2E, -reference) + lse_low * _LOG2E
+        low = tl.where(tl.abs(lse) < float("inf"), low, 0.0)
+        p_factor = scale * (2.0 * z_loss * lse) + grad_lse
+        factor = (scale + p_factor) * tl.exp2(-low)
+        uniform = scale * (label_smoothing / classes)
+        if full * N < chunks:
+            pointers = tl.multiple_of(source + full * BLOCK + lanes, [1, 16])
+            z = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+            pointers = tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT])
+            tl.store(pointers, d.to(dtype), mask=mask, eviction_policy="evict_first")
+        for i in range(0, full):
+            start = (full - 1 - i) * BLOCK
+            pointers = tl.multiple_of(source + start + lanes, [1, 16])
+            z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
+            d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+            pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
+            tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
+        if RAGGED:
+            column, exists = _ragged(head, vocab, VECTOR)
+            z = tl.load(logits + column, mask=exists, other=0.0).to(tl.float32)
+            d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+            tl.store(gradient + column, d.to(dtype), mask=exists)
+        # p - 1 is small beside p where the model is confident: from the loss, which keeps its digits there
+        slope = 1.0
+        if HAS_SOFTCAP:
+            t = _tanh(x_target * (1.0 / softcap))
+            x_target = softcap * t
+            slope = 1.0 - t * t
+        nll = (lse - x_target) + lse_low
+        p_minus_one = _expm1_of_negative(tl.where(nll < 0.0, 0.0, nll))
+        smoothing = label_smoothing - label_smoothing / classes
+        d_target = (scale * (p_minus_one + smoothing) + (1.0 + p_minus_one) * p_factor) * slope
+        tl.debug_barrier()  # after the vector that holds the target's element
+        tl.store(gradient + target, d_target.to(dtype), mask=in_range)
+
+
+@jit
+def cross_entropy_forward_kernel(
     logits_ptr,
     targets_ptr,
     loss_ptr,
@@ -93,6 +299,7 @@ def _cross_entropy_forward_kernel(
     stride_inner,
     gradient_outer,
     gradient_inner,
+    shift,
     vocab,
     ignore_index,
     label_smoothing,
@@ -104,55 +311,39 @@ def _cross_entropy_forward_kernel(
     HAS_GRAD_LSE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     label_smoothing = tl.cast(label_smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    logits = logits_ptr + (row // inner) * stride_outer + (row % inner) * stride_inner
+    row = tl.program_id(0)
+    offset = _row_offset(row, inner, stride_outer, stride_inner)
+    logits = logits_ptr + offset
     target = tl.load(targets_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < vocab)
+    target = tl.where(in_range, target, 0).to(tl.int32)
+    x_target = tl.load(logits + target).to(tl.float32)
+    head = _head(offset, shift, vocab, RAGGED, VECTOR)
     limit = vocab
     if SKIP_IGNORED:
         limit = tl.where(ignored, 0, vocab)
-
-    # One pass for max and Σ exp(z - max), a pair a lane. Of max and z one is the new maximum, so one exponential serves
-    # both cases. The maximum starts finite: -inf logits then never meet -inf - -inf.
-    m = tl.full([BLOCK], -1.0e38, tl.float32)
-    s = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    picked = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, limit, BLOCK):
-        col = start + tl.arange(0, BLOCK)  # [BLOCK]
-        mask = col < vocab
-        z = tl.load(logits + col, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if HAS_SOFTCAP:
-            z = softcap * _tanh(z / softcap)
-            picked += tl.where(col == target, z, 0.0)  # a second evaluation may round otherwise
-        if HAS_SMOOTHING:
-            total += z  # 0 where masked
-        z = tl.where(mask, z, float("-inf"))
-        d = z - m
-        e = tl.exp2(-tl.abs(d) * _LOG2E)
-        s = tl.where(d > 0, s * e + 1.0, s + e)
-        m = tl.maximum(m, z)
-    maximum = tl.max(m, 0)
-    row_sum = tl.sum(s * tl.exp2((m - maximum) * _LOG2E), 0)
-    if SKIP_IGNORED:  # a row that was not read gets finite stand-ins
-        maximum = tl.where(ignored, 0.0, maximum)
-        row_sum = tl.where(ignored, 1.0, row_sum)
-    log_sum = tl.log(row_sum)
-    lse = maximum + log_sum
-    lse_low = (maximum - lse) + log_sum  # pyright: ignore[reportOperatorIssue]
-
-    z_target = tl.load(logits + tl.where(in_range, target, 0)).to(tl.float32)
+    lse, lse_low, total, picked = _logsumexp(
+        logits, head, target, vocab, limit, softcap, RAGGED, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK, VECTOR
+    )
+    if SKIP_IGNORED:  # a row that was not read
+        lse = tl.where(ignored, 0.0, lse)
+        lse_low = tl.where(ignored, 0.0, lse_low)
+    z_target = x_target
     if HAS_SOFTCAP:
-        z_target = tl.sum(picked, 0)
-    loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel  # pyright: ignore[reportOperatorIssue]
+        z_target = picked
+    loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel
+    loss = tl.where(loss < 0.0, 0.0, loss)  # p <= 1, a rounding aside
     if HAS_SMOOTHING:
-        loss += label_smoothing * (z_target - tl.sum(total, 0) / vocab)
+        loss += label_smoothing * (z_target - total / vocab)
     loss += z_loss * lse * lse
     loss = tl.where(ignored, 0.0, tl.where(in_range, loss, float("nan")))
     tl.store(loss_ptr + row, loss)
@@ -160,34 +351,44 @@ def _cross_entropy_forward_kernel(
     tl.store(lse_low_ptr + row, lse_low)
 
     if WRITE_GRADIENT:
-        tl.debug_barrier()  # in place: nobody may write before all have read z_target
+        tl.debug_barrier()  # in place: nobody may write before all have read the target's logit
         scale = 1.0
         if HAS_SCALE:
-            scale = tl.load(scale_ptr + row * scale_stride)
+            scale = tl.load(scale_ptr + row.to(tl.int64) * scale_stride)
         grad_lse = 0.0
         if HAS_GRAD_LSE:
             grad_lse = tl.load(grad_lse_ptr + row)
+        zero = ignored
+        if HAS_GRAD_LSE:
+            zero = False
         _write_gradient(
             logits,
-            gradient_ptr + (row // inner) * gradient_outer + (row % inner) * gradient_inner,
+            gradient_ptr + _row_offset(row, inner, gradient_outer, gradient_inner),
+            head,
+            x_target,
             lse,
             lse_low,
             target,
-            ignored,
-            tl.where(in_range, scale, float("nan")),
+            in_range,
+            zero,
+            tl.where(ignored, 0.0, tl.where(in_range, scale, float("nan"))),
             grad_lse,
+            vocab,
             vocab,
             label_smoothing,
             z_loss,
             softcap,
-            HAS_GRAD_LSE,
+            RAGGED,
+            ALIGNMENT,
+            HAS_SMOOTHING,
             HAS_SOFTCAP,
             BLOCK,
+            VECTOR,
         )
 
 
 @jit
-def _cross_entropy_backward_kernel(
+def cross_entropy_backward_kernel(
     logits_ptr,
     targets_ptr,
     lse_ptr,
@@ -197,169 +398,75 @@ def _cross_entropy_backward_kernel(
     row_weight_ptr,
     grad_lse_ptr,
     grad_loss_stride,
+    rows,
     inner,
     stride_outer,
     stride_inner,
     gradient_outer,
     gradient_inner,
+    shift,
     vocab,
+    classes,
     ignore_index,
     label_smoothing,
     z_loss,
     softcap,
     KEEP_IF_ONE: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     label_smoothing = tl.cast(label_smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    grad_loss = tl.load(grad_loss_ptr + row * grad_loss_stride)
     if KEEP_IF_ONE:
-        if grad_loss == 1.0:
+        if tl.load(grad_loss_ptr) == 1.0:
             return
-    target = tl.load(targets_ptr + row).to(tl.int64)
-    lse = tl.load(lse_ptr + row)
-    in_range = (target >= 0) & (target < vocab)
-    grad_lse = 0.0
-    if HAS_GRAD_LSE:
-        grad_lse = tl.load(grad_lse_ptr + row)
-    _write_gradient(
-        logits_ptr + (row // inner) * stride_outer + (row % inner) * stride_inner,
-        gradient_ptr + (row // inner) * gradient_outer + (row % inner) * gradient_inner,
-        lse,
-        tl.load(lse_low_ptr + row),
-        target,
-        target == ignore_index,
-        tl.where(in_range, grad_loss * tl.load(row_weight_ptr), float("nan")),
-        grad_lse,
-        vocab,
-        label_smoothing,
-        z_loss,
-        softcap,
-        HAS_GRAD_LSE,
-        HAS_SOFTCAP,
-        BLOCK,
-    )
-
-
-def launch_forward(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    loss: torch.Tensor,
-    lse: torch.Tensor,
-    lse_low: torch.Tensor,
-    *,
-    options: Options,
-    skip_ignored: bool,
-    gradient: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    grad_lse: torch.Tensor | None = None,
-) -> None:
-    """Loss and lse of each row and, in the same launch, the gradient.
-
-    Args:
-        logits: (outer, inner, vocab), unit stride in the last dimension.
-        targets, loss, lse, lse_low: (outer * inner,) contiguous; the last three are written, fp32.
-        options: see Options.
-        skip_ignored: leave lse 0 for ignored rows, whose logits are then not read.
-        gradient: shape of logits, or logits itself to overwrite them; None writes none.
-        scale: fp32, what each row's loss gradient is multiplied by: (rows,) or 0-dim; None for 1.
-        grad_lse: (rows,) contiguous fp32, the upstream gradient of lse; None for 0.
-    """
-    outer, inner, vocab = logits.shape
-    if outer * inner == 0:
-        return
-    ignore_index, label_smoothing, z_loss, softcap = options
-    target_of_gradient = logits if gradient is None else gradient
-    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device))
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        _cross_entropy_forward_kernel[(outer * inner,)](
+    weight = tl.load(row_weight_ptr)
+    # A grid of as many programs as run at once, each with many rows: where nothing is to be done, that is cheap.
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        offset = _row_offset(row, inner, stride_outer, stride_inner)
+        logits = logits_ptr + offset
+        target = tl.load(targets_ptr + row).to(tl.int64)
+        ignored = target == ignore_index
+        in_range = (target >= 0) & (target < vocab)
+        target = tl.where(in_range, target, 0).to(tl.int32)
+        x_target = tl.load(logits + target).to(tl.float32)
+        scale = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride) * weight
+        if not PARTIAL:
+            scale = tl.where(in_range, scale, float("nan"))
+        grad_lse = 0.0
+        zero = ignored
+        if HAS_GRAD_LSE:
+            grad_lse = tl.load(grad_lse_ptr + row)
+            zero = False
+        tl.debug_barrier()  # in place: nobody may write before all have read the target's logit
+        _write_gradient(
             logits,
-            targets,
-            loss,
-            lse,
-            lse_low,
-            target_of_gradient,
-            loss if scale is None else scale,
-            loss if grad_lse is None else grad_lse,
-            0 if scale is None or scale.dim() == 0 else scale.stride(0),
-            inner,
-            logits.stride(0),
-            logits.stride(1),
-            target_of_gradient.stride(0),
-            target_of_gradient.stride(1),
+            gradient_ptr + _row_offset(row, inner, gradient_outer, gradient_inner),
+            _head(offset, shift, vocab, RAGGED, VECTOR),
+            x_target,
+            tl.load(lse_ptr + row),
+            tl.load(lse_low_ptr + row),
+            target,
+            in_range,
+            zero,
+            tl.where(ignored, 0.0, scale),
+            grad_lse,
             vocab,
-            ignore_index,
+            classes,
             label_smoothing,
             z_loss,
             softcap,
-            SKIP_IGNORED=skip_ignored and grad_lse is None,
-            WRITE_GRADIENT=gradient is not None,
-            HAS_SCALE=scale is not None,
-            HAS_GRAD_LSE=grad_lse is not None,
-            HAS_SMOOTHING=label_smoothing != 0,
-            HAS_SOFTCAP=softcap != 0,
-            BLOCK=launch.block,
-            num_warps=launch.num_warps,
-        )
-
-
-def launch_backward(
-    gradient: torch.Tensor,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    lse_low: torch.Tensor,
-    weight: torch.Tensor,
-    grad_loss: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    options: Options,
-    keep_if_one: bool = False,
-) -> None:
-    """The gradient of each row from its saved lse = lse (high part) + lse_low.
-
-    Args:
-        gradient: written; shape of logits, or logits itself to overwrite them.
-        logits: (outer, inner, vocab), unit stride in the last dimension.
-        targets, lse, lse_low: (outer * inner,) contiguous, as the forward launch had or wrote them.
-        weight: 0-dim fp32, multiplies grad_loss.
-        grad_loss: fp32 upstream gradient of the loss, 0-dim or (rows,).
-        grad_lse: (rows,) fp32 upstream gradient of lse, or None for 0.
-        options: see Options.
-        keep_if_one: leave `gradient` as it is where grad_loss is exactly 1.
-    """
-    outer, inner, vocab = logits.shape
-    if outer * inner == 0:
-        return
-    ignore_index, label_smoothing, z_loss, softcap = options
-    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device))
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        _cross_entropy_backward_kernel[(outer * inner,)](
-            logits,
-            targets,
-            lse,
-            lse_low,
-            gradient,
-            grad_loss,
-            weight,
-            lse if grad_lse is None else grad_lse.contiguous(),
-            0 if grad_loss.dim() == 0 else grad_loss.stride(0),
-            inner,
-            logits.stride(0),
-            logits.stride(1),
-            gradient.stride(0),
-            gradient.stride(1),
-            vocab,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            softcap,
-            KEEP_IF_ONE=keep_if_one,
-            HAS_GRAD_LSE=grad_lse is not None,
-            HAS_SOFTCAP=softcap != 0,
-            BLOCK=launch.block,
-            num_warps=launch.num_warps,
+            RAGGED,
+            ALIGNMENT,
+            HAS_SMOOTHING,
+            HAS_SOFTCAP,
+            BLOCK,
+            VECTOR,
         )

@@ -4,11 +4,12 @@
 
 Rows go through in chunks, one buffer of logits for all: a matrix multiplication fills it, one launch computes the loss
 and writes the gradient over the logits, two more multiplications give dx and add to dW in fp32 (the first chunk writes
-it). So "sum" and "mean" do all of their work in the forward pass, for an upstream gradient of 1, with dlogits within
-±1 so that fp16 does not underflow; the backward pass scales dx and dW by the upstream gradient, on the device. It
-scales in place because the two buffers are handed out once: a second backward pass (retain_graph), a gradient of lse,
-and the reduction "none" (whose upstream gradient differs by row) run the chunks again, a fourth multiplication, with
-the gradients known beforehand.
+it). So "sum" and "mean" do all of their work in the forward pass, for an upstream gradient of 1; in fp16 the 1/n of
+"mean" waits for the backward pass, so that dlogits stay within ±1 and do not underflow. The backward pass multiplies dx
+and dW by the upstream gradient, on the device: nothing is touched where that is 1, and where W is no fp32 the
+multiplication is the rounding of dW to its dtype. It writes in place because the two buffers are handed out once: a
+second backward pass (retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by
+row) run the chunks again, a fourth multiplication, with the gradients known beforehand.
 
 Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32. Floor: three multiplications,
 6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of logits, dx, dW.
@@ -30,8 +31,9 @@ from fuselm.kernels.cross_entropy import (
     cross_entropy_reference,
     row_weight,
 )
-from fuselm.kernels.cross_entropy_kernels import Options, launch_forward
-from fuselm.kernels.launch.linear_cross_entropy import chunk_rows
+from fuselm.kernels.cross_entropy_launchers import Options, launch_forward
+from fuselm.kernels.launch.linear_cross_entropy import chunk_rows, row_bytes
+from fuselm.kernels.loss_scaling import launch_multiply, launch_weighted_sum
 from fuselm.kernels.strides import as_rows
 
 
@@ -63,7 +65,7 @@ def linear_cross_entropy_reference(
 
 def _logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # rows start on 16-byte borders, which matrix multiplications and vector loads want (V = 50257)
-    aligned = -(-vocab // 8) * 8
+    aligned = row_bytes(vocab, dtype.itemsize) // dtype.itemsize
     return torch.empty((rows, aligned), dtype=dtype, device=device)[:, :vocab]
 
 
@@ -90,6 +92,7 @@ def _run_chunks(
     *,
     dtype: torch.dtype,
     chunk_size: int,
+    memory_budget: int,
     want_lse: bool,
     need_dx: bool,
     need_dw: bool,
@@ -105,7 +108,7 @@ def _run_chunks(
     dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=torch.float32, device=device)
     if rows == 0:
         return loss, lse, dx, dw.zero_()
-    chunk = min(chunk_size, rows) if chunk_size else chunk_rows(rows, vocab, dtype.itemsize)
+    chunk = min(chunk_size, rows) if chunk_size else chunk_rows(rows, vocab, dtype.itemsize, memory_budget)
     with torch.autocast(device.type, enabled=False):
         weight = weight.to(dtype)
         buffer = _logits_buffer(chunk, vocab, dtype, device)
@@ -133,6 +136,11 @@ def _run_chunks(
     return loss, lse, dx, dw
 
 
+def _folds_count(dtype: torch.dtype) -> bool:
+    # whether the gradients of "mean" hold their 1/n from the start; fp16 would underflow
+    return dtype != torch.float16
+
+
 @torch.library.custom_op("fuselm::linear_cross_entropy_forward", mutates_args=())
 def _linear_cross_entropy_forward(
     x: torch.Tensor,
@@ -145,6 +153,7 @@ def _linear_cross_entropy_forward(
     reduction: str,
     dtype: torch.dtype,
     chunk_size: int,
+    memory_budget: int,
     want_lse: bool,
     need_dx: bool,
     need_dw: bool,
@@ -157,11 +166,13 @@ def _linear_cross_entropy_forward(
         (ignore_index, label_smoothing, z_loss, softcap),
         dtype=dtype,
         chunk_size=chunk_size,
+        memory_budget=memory_budget,
         want_lse=want_lse,
         need_dx=need_dx,
         need_dw=need_dw,
+        scale=inverse_count if _folds_count(dtype) else None,
     )
-    return loss if reduction == "none" else loss.sum() * inverse_count, lse, inverse_count, dx, dw
+    return loss if reduction == "none" else launch_weighted_sum(loss, inverse_count), lse, inverse_count, dx, dw
 
 
 @_linear_cross_entropy_forward.register_fake
@@ -176,6 +187,7 @@ def _(
     reduction: str,
     dtype: torch.dtype,
     chunk_size: int,
+    memory_budget: int,
     want_lse: bool,
     need_dx: bool,
     need_dw: bool,
@@ -202,6 +214,7 @@ def _linear_cross_entropy_backward(
     softcap: float,
     dtype: torch.dtype,
     chunk_size: int,
+    memory_budget: int,
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,6 +225,7 @@ def _linear_cross_entropy_backward(
         (ignore_index, label_smoothing, z_loss, softcap),
         dtype=dtype,
         chunk_size=chunk_size,
+        memory_budget=memory_budget,
         want_lse=False,
         need_dx=need_dx,
         need_dw=need_dw,
@@ -234,6 +248,7 @@ def _(
     softcap: float,
     dtype: torch.dtype,
     chunk_size: int,
+    memory_budget: int,
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,51 +258,59 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, targets, *options, _reduction, dtype, chunk_size, _want_lse, need_dx, need_dw = inputs
+    x, weight, targets, *options, _reduction, dtype, chunk_size, memory_budget, _want_lse, need_dx, need_dw = inputs
     _, _, inverse_count, dx, dw = output
     ctx.save_for_backward(x, weight, targets, inverse_count)
-    ctx.options = (*options, dtype, chunk_size)
+    ctx.options = (*options, dtype, chunk_size, memory_budget)
+    ctx.count_folded = _folds_count(dtype)
     # Attributes, not saved tensors: the buffers are handed to the first backward pass, which scales them in place.
     ctx.buffers = (dx, dw) if need_dx or need_dw else None
     ctx.mark_non_differentiable(inverse_count, dx, dw)
     ctx.set_materialize_grads(False)
 
 
-def _scaled(buffer: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # A scale of one dimension: a 0-dim one would first be rounded to a 16-bit buffer's dtype.
-    scale = scale.reshape(1)
-    if buffer.dtype == dtype:
-        return buffer.mul_(scale)
-    return torch.mul(buffer, scale, out=torch.empty_like(buffer, dtype=dtype))
+def _multiplied(buffer: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """buffer · factor in `dtype`, in the memory of `buffer` where that fits; a factor of 1 then costs nothing."""
+    result = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
+    if type(buffer) is torch.Tensor:
+        launch_multiply(buffer, result, factor)
+        return result
+    # A tensor of a tracer (torch.compile). A factor of one dimension: one without would be rounded to 16 bits first.
+    return buffer.mul_(factor.reshape(1)) if result is buffer else torch.mul(buffer, factor.reshape(1), out=result)
 
 
 def _backward(ctx: Any, grad_loss: torch.Tensor | None, grad_lse: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * 11
+    nothing = (None,) * 12
     if grad_loss is None and grad_lse is None:
         return None, None, *nothing
     x, weight, targets, inverse_count = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    scale = torch.zeros_like(inverse_count) if grad_loss is None else grad_loss * inverse_count
-    if scale.dim() == 1 or grad_lse is not None or torch.is_grad_enabled():
+    if grad_loss is None:
+        grad_loss = torch.zeros_like(inverse_count)
+    if grad_loss.dim() == 1 or grad_lse is not None or torch.is_grad_enabled():
         # With create_graph=True this op raises when differentiated, where the buffers would count as constants.
         dx, dw = torch.ops.fuselm.linear_cross_entropy_backward(
-            x, weight, targets, scale, grad_lse, *ctx.options, need_dx, need_dw
+            x, weight, targets, grad_loss * inverse_count, grad_lse, *ctx.options, need_dx, need_dw
         )
         dx, dw = dx.to(x.dtype), dw.to(weight.dtype)
     else:
         if ctx.buffers is None:  # handed out before: the same gradients for an upstream gradient of 1, computed again
+            once = inverse_count if ctx.count_folded else torch.ones_like(inverse_count)
             ctx.buffers = torch.ops.fuselm.linear_cross_entropy_backward(
-                x, weight, targets, torch.ones_like(scale), None, *ctx.options, need_dx, need_dw
+                x, weight, targets, once, None, *ctx.options, need_dx, need_dw
             )
         (dx, dw), ctx.buffers = ctx.buffers, None
-        dx, dw = _scaled(dx, scale, x.dtype), _scaled(dw, scale, weight.dtype)
+        factor = grad_loss if ctx.count_folded else grad_loss * inverse_count
+        dx, dw = _multiplied(dx, factor, x.dtype), _multiplied(dw, factor, weight.dtype)
     return dx if need_dx else None, dw if need_dw else None, *nothing
 
 
 torch.library.register_autograd("fuselm::linear_cross_entropy_forward", _backward, setup_context=_setup)
 
 
-def _check_inputs(x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None) -> torch.dtype:
+def _check_inputs(
+    x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None, memory_budget: int | None
+) -> torch.dtype:
     """Validates the linear layer's part; the dtype to multiply in."""
     for name, tensor in (("x", x), ("weight", weight)):
         if not tensor.is_floating_point():
@@ -300,13 +323,20 @@ def _check_inputs(x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None)
         raise ValueError(f"weight is on {weight.device}, x on {x.device}: move them to one device")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected None or a number of rows >= 1")
+    dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif x.dtype != weight.dtype:
         raise TypeError(
             f"weight has dtype {weight.dtype}, x {x.dtype}: outside torch.autocast both need one dtype; cast one"
         )
-    return x.dtype
+    if memory_budget is not None:
+        if chunk_size is not None:
+            raise ValueError(f"chunk_size={chunk_size} and memory_budget={memory_budget}: give one of the two")
+        least = row_bytes(weight.shape[0], dtype.itemsize)
+        if memory_budget < least:
+            raise ValueError(f"memory_budget={memory_budget} bytes: expected at least {least}, one row of logits")
+    return dtype
 
 
 def linear_cross_entropy(
@@ -321,6 +351,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     return_lse: bool = False,
     chunk_size: int | None = None,
+    memory_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Any:
     """cross_entropy(x @ weight.T, targets) without ever holding all logits.
@@ -339,6 +370,8 @@ def linear_cross_entropy(
         return_lse: also return the logsumexp of the (capped) logits of every row; differentiable, at the price of
             computing the logits a second time where its gradient is used.
         chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 4096.
+        memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
+            shrink with it: dx in the dtype of the multiplications, dweight in fp32.
         backend: "auto", "triton" or "reference"; the reference holds all logits.
 
     Returns:
@@ -351,7 +384,7 @@ def linear_cross_entropy(
         ValueError, TypeError: an argument does not fit; the message names it.
         RuntimeError: backend="triton" where Triton cannot run.
     """
-    dtype = _check_inputs(x, weight, chunk_size)
+    dtype = _check_inputs(x, weight, chunk_size, memory_budget)
     check_options(targets, x.shape[:-1], x.device, label_smoothing, z_loss, softcap, reduction)
     use_kernels = select_backend(backend, x.device) == "triton"
     if use_kernels and dtype not in KERNEL_DTYPES:
@@ -382,6 +415,7 @@ def linear_cross_entropy(
         reduction,
         dtype,
         chunk_size or 0,
+        memory_budget or 0,
         return_lse,
         at_once and x.requires_grad,
         at_once and weight.requires_grad,

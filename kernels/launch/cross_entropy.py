@@ -14,7 +14,7 @@ class CrossEntropyLaunch:
     """Launch of one cross-entropy kernel, one row of logits a program.
 
     Attributes:
-        block: logits a program handles at a time (a power of two).
+        block: logits a program handles at a time (a power of two, at least 16 bytes of them).
         num_warps: warps a program.
     """
 
@@ -25,9 +25,17 @@ class CrossEntropyLaunch:
 def cross_entropy_launch(vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> CrossEntropyLaunch:
     """Launch for rows of `vocab` logits.
 
-    Wide rows take 32 warps: one program an SM then keeps few enough rows in flight that their second read hits L2. Each
-    thread holds four logits, so that fp32 state (maximum, sum) stays far below the 64 registers a thread that 32 warps
-    leave.
+    A thread holds one vector of 16 bytes at a time (two in the widest rows, where a single program an SM has to keep
+    enough bytes in flight). Wide rows take many warps, so that few rows are in flight: their second read then hits L2
+    (132 rows of 128,256 bf16 logits are 34 MB).
     """
-    block = min(max(1 << max(vocab - 1, 0).bit_length(), 64), 4096 if vocab > 40000 else 2048)
-    return CrossEntropyLaunch(block, max(block // 128, 1))
+    vector = 16 // dtype.itemsize
+    whole = max(1 << max(vocab - 1, 0).bit_length(), 8 * vector)
+    if vocab * dtype.itemsize > 128 * 1024:
+        block, num_warps = 2048 * vector, 32
+    elif vocab * dtype.itemsize > 32 * 1024:
+        block, num_warps = 512 * vector, 16
+    else:
+        block, num_warps = 256 * vector, 8
+    block = min(block, whole)
+    return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)))

@@ -247,7 +247,8 @@ def test_inplace_needs_memory_of_its_own(device, generator):
 
 
 def test_layouts_of_logits(device, generator):
-    """Shifted, padded, transposed, expanded logits give the bits of their contiguous copies; what can be is a view."""
+    """Shifted, padded, transposed, expanded logits give what their contiguous copies give, to the bit where rows start
+    equally far from a 16-byte border (that decides the order of summation); what can be is a view."""
     big, targets = make((4, 6, 2), 48, device, generator)
     big, targets = big.detach(), targets[:3, :5, 0]
     views = {
@@ -263,7 +264,10 @@ def test_layouts_of_logits(device, generator):
         leaf = view.detach().requires_grad_()
         loss = cross_entropy(leaf, t, backend="triton")
         (gradient,) = torch.autograd.grad(loss, leaf)
-        assert torch.equal(loss, want[0]) and torch.equal(gradient, want[2]), name
+        torch.testing.assert_close(loss, want[0], rtol=3e-7, atol=0, msg=name)
+        torch.testing.assert_close(gradient, want[2], rtol=3e-6, atol=1e-9, msg=name)
+        if name != "padded":
+            assert torch.equal(loss, want[0]) and torch.equal(gradient, want[2]), name
         assert (module._as_outer_inner(view).data_ptr() == view.data_ptr()) == (
             name not in ("every second", "transposed")
         )

@@ -335,13 +335,13 @@ def test_opcheck(device, generator):
         ("sum", (False, True, False)),
     ):
         torch.library.opcheck(
-            ops.linear_cross_entropy_forward, (x, weight, targets, *numbers, reduction, torch.float32, 2, *flags)
+            ops.linear_cross_entropy_forward, (x, weight, targets, *numbers, reduction, torch.float32, 2, 0, *flags)
         )
     saved = (x.detach(), weight.detach(), targets)
     two, per_row = torch.tensor(2.0, device=device), torch.rand(5, device=device)
     for upstream, lse, flags in ((two, None, (True, True)), (per_row, per_row, (False, True))):
         torch.library.opcheck(
-            ops.linear_cross_entropy_backward, (*saved, upstream, lse, *numbers, torch.float32, 2, *flags)
+            ops.linear_cross_entropy_backward, (*saved, upstream, lse, *numbers, torch.float32, 2, 0, *flags)
         )
 
 

@@ -1,0 +1,67 @@
+"""Launches to try for cross_entropy, forward and backward together (one launch and its check of the upstream gradient),
+and for the backward kernel alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tuning.base import Target
+
+from fuselm.kernels.cross_entropy import cross_entropy
+from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch
+from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
+
+# The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
+SHAPES = ((8192, 128256), (16384, 50304), (16384, 32000), (16384, 50257), (8192, 128255))
+CHECKED_ROWS = 64
+LAUNCHES = {
+    # logits a program handles at a time, warps: one vector of 8 bf16 a thread, two, four
+    "wide": ((16384, 32), (8192, 32), (4096, 16), (8192, 16), (32768, 32), (16384, 16), (4096, 8), (2048, 8)),
+    "middle": ((4096, 16), (8192, 16), (4096, 8), (2048, 8), (8192, 32), (8192, 8), (16384, 32), (1024, 4), (2048, 4)),
+}
+
+
+def _inputs(rows: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn((rows, vocab), device=device, generator=generator, dtype=torch.bfloat16)
+    return logits.requires_grad_(), torch.randint(0, vocab, (rows,), device=device, generator=generator)
+
+
+def _make(rows: int, vocab: int, reduction: str, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    rows, vocab = (rows, vocab) if device.type == "cuda" else (6, 512)
+    logits, targets = _inputs(rows, vocab, device)
+    some = slice(None, None, max(rows // CHECKED_ROWS - 1, 1))  # rows that start at every distance from 16 bytes
+
+    def run() -> tuple[torch.Tensor | None, torch.Tensor]:
+        loss = cross_entropy(logits, targets, reduction=reduction)  # pyright: ignore[reportArgumentType]
+        (gradient,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+        return loss.detach()[some] if loss.dim() else None, gradient[some]
+
+    def reference() -> tuple[torch.Tensor | None, torch.Tensor]:
+        chosen = logits.detach()[some].double().requires_grad_()
+        losses = plain_cross_entropy(chosen, targets[some], reduction="none")
+        (gradient,) = torch.autograd.grad(losses.sum(), chosen)
+        return None if reduction == "sum" else losses.detach(), gradient
+
+    return run, reference
+
+
+TARGETS: list[Target] = [
+    Target(
+        name=f"cross_entropy {what} {rows}x{vocab} bf16",
+        attribute="fuselm.kernels.cross_entropy_launchers.cross_entropy_launch",
+        candidates=tuple(
+            CrossEntropyLaunch(block, warps) for block, warps in LAUNCHES["wide" if vocab > 65536 else "middle"]
+        ),
+        make=partial(_make, rows, vocab, reduction),
+        bytes_moved=passes * rows * vocab * 2,
+    )
+    for what, reduction, passes, shapes in (
+        ("forward+backward", "sum", 2, SHAPES),
+        ("forward, then backward", "none", 3, SHAPES[:1]),
+    )
+    for rows, vocab in shapes
+]

@@ -1,0 +1,111 @@
+"""Chunks to try for linear_cross_entropy, forward and backward together, and its parts alone, which say where the time
+goes: the three multiplications of one chunk, the loss over it, the rounding of dweight to bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tuning.base import Target
+
+from fuselm.kernels import linear_cross_entropy as module
+from fuselm.kernels.cross_entropy_launchers import launch_forward
+from fuselm.kernels.loss_scaling import launch_multiply
+
+SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304))
+CHUNK = 4096
+PARTS = ("logits", "loss", "dx", "dweight of the first chunk", "dweight of a later chunk", "dweight to bf16")
+ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_rows"
+
+
+def _inputs(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn((rows, dim), device=device, generator=generator, dtype=torch.bfloat16)
+    weight = torch.randn((vocab, dim), device=device, generator=generator, dtype=torch.bfloat16) * dim**-0.5
+    return x.requires_grad_(), weight.requires_grad_(), torch.randint(0, vocab, (rows,), device=device)
+
+
+def _whole(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    rows, dim, vocab = (rows, dim, vocab) if device.type == "cuda" else (32, 8, 64)
+    chunk = min(rows, 1024)
+    x, weight, targets = _inputs(rows, dim, vocab, device)
+
+    def run() -> torch.Tensor:
+        loss = module.linear_cross_entropy(x, weight, targets)
+        torch.autograd.grad(loss, (x, weight), torch.ones_like(loss))
+        return loss.detach()
+
+    def reference() -> torch.Tensor:
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        for xs, ts in zip(x.detach().split(chunk), targets.split(chunk), strict=True):
+            logits = (xs @ weight.detach().t()).float()
+            total += torch.nn.functional.cross_entropy(logits, ts, reduction="sum").double()
+        return total / rows
+
+    return run, reference
+
+
+def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    rows, dim, vocab = (CHUNK, dim, vocab) if device.type == "cuda" else (8, 8, 64)
+    x, weight, targets = (t.detach() for t in _inputs(rows, dim, vocab, device))
+    logits = x @ weight.t()
+    filled = logits.clone()
+    dx = torch.empty_like(x)
+    dw = torch.zeros((vocab, dim), device=device)
+    one = torch.ones((), device=device)
+    loss, lse, low = (torch.empty(rows, device=device) for _ in range(3))
+
+    def run() -> None:
+        if name == "logits":
+            torch.mm(x, weight.t(), out=logits)
+        elif name == "loss":
+            launch_forward(
+                filled[None],
+                targets,
+                loss,
+                lse,
+                low,
+                options=(-100, 0.0, 0.0, 0.0),
+                skip_ignored=True,
+                gradient=filled[None],
+                scale=one,
+            )
+        elif name == "dx":
+            torch.mm(logits, weight, out=dx)
+        elif name == "dweight to bf16":
+            launch_multiply(dw, torch.empty_like(weight), one)
+        else:
+            module._accumulate_dw(dw, logits, x, first="first" in name)
+
+    return run, lambda: None
+
+
+def _part_bytes(name: str, vocab: int, dim: int) -> int:
+    return {"loss": 2 * CHUNK * vocab * 2, "dweight to bf16": 6 * vocab * dim}.get(name, 0)
+
+
+TARGETS: list[Target] = [
+    *(
+        Target(
+            name=f"linear_cross_entropy {rows}x{dim}x{vocab} bf16",
+            attribute=ATTRIBUTE,
+            candidates=tuple(n for n in (4096, 8192, 2048, 5504, 3328, 1024) if n <= rows),
+            make=partial(_whole, rows, dim, vocab),
+            bytes_moved=0,
+        )
+        for rows, dim, vocab in SHAPES
+    ),
+    *(
+        Target(
+            name=f"linear_cross_entropy part: {part} {CHUNK}x{dim}x{vocab} bf16",
+            attribute=ATTRIBUTE,
+            candidates=(),
+            make=partial(_part, part, dim, vocab),
+            bytes_moved=_part_bytes(part, vocab, dim),
+        )
+        for _, dim, vocab in SHAPES
+        for part in PARTS
+    ),
+]

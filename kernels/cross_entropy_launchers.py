@@ -1,0 +1,164 @@
+"""Launches of the kernels in cross_entropy_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fuselm.kernels._triton import device_profile
+from fuselm.kernels.cross_entropy_kernels import (
+    VECTOR_BYTES,
+    cross_entropy_backward_kernel,
+    cross_entropy_forward_kernel,
+)
+from fuselm.kernels.launch.cross_entropy import cross_entropy_launch
+
+Options = tuple[int, float, float, float]
+"""ignore_index, label_smoothing, z_loss, softcap (0 for none)."""
+
+
+def _geometry(logits: torch.Tensor, gradient: torch.Tensor) -> dict[str, int]:
+    """Kernel arguments that say where 16-byte borders lie in the rows of (outer, inner, vocab) tensors."""
+    vector = VECTOR_BYTES // logits.element_size()
+
+    def phases(x: torch.Tensor) -> tuple[int, ...]:
+        strides = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
+        return tuple(n % vector for n in (x.data_ptr() // x.element_size(), *strides))
+
+    mine = phases(logits)
+    return {
+        "shift": mine[0],
+        "RAGGED": any(mine) or logits.shape[2] % vector != 0,
+        "ALIGNMENT": VECTOR_BYTES if mine == phases(gradient) else 1,  # of vectors in the gradient
+        "VECTOR": vector,
+    }
+
+
+def launch_forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    loss: torch.Tensor,
+    lse: torch.Tensor,
+    lse_low: torch.Tensor,
+    *,
+    options: Options,
+    skip_ignored: bool,
+    gradient: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
+) -> None:
+    """Loss and lse of each row and, in the same launch, the gradient.
+
+    Args:
+        logits: (outer, inner, vocab), unit stride in the last dimension.
+        targets, loss, lse, lse_low: (outer * inner,) contiguous; the last three are written, fp32.
+        options: see Options.
+        skip_ignored: leave lse 0 for ignored rows, whose logits are then not read.
+        gradient: shape of logits, or logits itself to overwrite them; None writes none.
+        scale: fp32, what each row's loss gradient is multiplied by: (rows,) or 0-dim; None for 1.
+        grad_lse: (rows,) contiguous fp32, the upstream gradient of lse; None for 0.
+    """
+    outer, inner, vocab = logits.shape
+    if outer * inner == 0:
+        return
+    ignore_index, label_smoothing, z_loss, softcap = options
+    written = logits if gradient is None else gradient
+    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device))
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        cross_entropy_forward_kernel[(outer * inner,)](
+            logits,
+            targets,
+            loss,
+            lse,
+            lse_low,
+            written,
+            loss if scale is None else scale,
+            loss if grad_lse is None else grad_lse,
+            0 if scale is None or scale.dim() == 0 else scale.stride(0),
+            inner,
+            logits.stride(0),
+            logits.stride(1),
+            written.stride(0),
+            written.stride(1),
+            vocab=vocab,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            SKIP_IGNORED=skip_ignored and grad_lse is None,
+            WRITE_GRADIENT=gradient is not None,
+            HAS_SCALE=scale is not None,
+            HAS_GRAD_LSE=grad_lse is not None,
+            HAS_SMOOTHING=label_smoothing != 0,
+            HAS_SOFTCAP=softcap != 0,
+            BLOCK=launch.block,
+            num_warps=launch.num_warps,
+            **_geometry(logits, written),
+        )
+
+
+def launch_backward(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    lse_low: torch.Tensor,
+    weight: torch.Tensor,
+    grad_loss: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    options: Options,
+    keep_if_one: bool = False,
+    classes: int | None = None,
+) -> None:
+    """The gradient of each row from its saved lse = lse (high part) + lse_low.
+
+    Args:
+        gradient: written; shape of logits, or logits itself to overwrite them.
+        logits: (outer, inner, vocab), unit stride in the last dimension.
+        targets, lse, lse_low: (outer * inner,) contiguous, as the forward launch had or wrote them.
+        weight: 0-dim fp32, multiplies grad_loss.
+        grad_loss: fp32 upstream gradient of the loss, 0-dim or (rows,).
+        grad_lse: (rows,) fp32 upstream gradient of lse, or None for 0.
+        options: see Options.
+        keep_if_one: leave `gradient` as it is where grad_loss, 0-dim, is exactly 1.
+        classes: where logits are a part of the vocabulary: how many classes there are in all. Targets outside the part
+            are then right, and lse is that of all classes.
+    """
+    outer, inner, vocab = logits.shape
+    rows = outer * inner
+    if rows == 0:
+        return
+    ignore_index, label_smoothing, z_loss, softcap = options
+    profile = device_profile(logits.device)
+    launch = cross_entropy_launch(vocab, logits.dtype, profile)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        cross_entropy_backward_kernel[(min(rows, profile.num_sms * max(64 // launch.num_warps, 1)),)](
+            logits,
+            targets,
+            lse,
+            lse_low,
+            gradient,
+            grad_loss,
+            weight,
+            lse if grad_lse is None else grad_lse.contiguous(),
+            0 if grad_loss.dim() == 0 else grad_loss.stride(0),
+            rows,
+            inner,
+            logits.stride(0),
+            logits.stride(1),
+            gradient.stride(0),
+            gradient.stride(1),
+            vocab=vocab,
+            classes=vocab if classes is None else classes,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            KEEP_IF_ONE=keep_if_one,
+            HAS_GRAD_LSE=grad_lse is not None,
+            HAS_SMOOTHING=label_smoothing != 0,
+            HAS_SOFTCAP=softcap != 0,
+            PARTIAL=classes is not None,
+            BLOCK=launch.block,
+            num_warps=launch.num_warps,
+            **_geometry(logits, gradient),
+        )
