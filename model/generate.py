@@ -1,22 +1,26 @@
-"""Sampling from a model: one prefill of the prompt, then a token at a time with the KV cache.
+"""Sampling from a model: one prefill of the prompts, then a token at a time with the KV cache.
 
-Filters apply in this order: temperature, top-k, then top-p on what is left (nucleus sampling, Holtzman et al. 2019,
-arXiv:1904.09751). A seed gives the same tokens on the same kind of device.
+Prompts of a batch may differ in length. Filters apply in this order: temperature, top-k, then top-p on what is left
+(nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751). A seed gives the same tokens on the same kind of device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from fuselm.model.decode_step import DecodeStep
 from fuselm.model.kv_cache import KVCache
+from fuselm.model.text_stream import Decode, TextStream
 
 if TYPE_CHECKING:
     from fuselm.model.llama import Llama
+
+_GRAPH_STEPS = 16  # recording a CUDA graph takes as long as a few steps without one
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,10 @@ class Sampling:
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
-        kept, ids = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
-            kept, ids = kept[:, : self.top_k], ids[:, : self.top_k]
+            kept, ids = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
+        else:
+            kept, ids = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = kept.softmax(dim=-1)
         if self.top_p is not None:
             before = probabilities.cumsum(dim=-1) - probabilities
@@ -71,17 +76,32 @@ class Sampling:
         return ids.gather(-1, picked).squeeze(-1)
 
 
+def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of any lengths as `generate` takes them: (batch, longest) int64, filled up with 0, and (batch,) lengths.
+
+    Raises:
+        ValueError: there is no prompt, or one is empty.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError(f"prompts: {len(prompts)} of {[len(p) for p in prompts]} tokens, expected at least one each")
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    return tokens, torch.tensor([len(prompt) for prompt in prompts], device=device)
+
+
 def generate_stream(
     model: Llama,
     tokens: torch.Tensor,
     *,
     max_new_tokens: int,
+    lengths: torch.Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
     eos_id: int | None = None,
+    compile: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Yields the new tokens as they are drawn, (batch,) int64 each.
 
@@ -108,23 +128,32 @@ def generate_stream(
     lowest, highest = int(tokens.min()), int(tokens.max())
     if lowest < 0 or highest >= vocab:
         raise ValueError(f"tokens has ids from {lowest} to {highest}: expected 0 to {vocab - 1} (vocab_size={vocab})")
+    if lengths is not None:
+        if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"lengths is {tuple(lengths.shape)} {lengths.dtype}: expected integers of shape ({batch},)"
+            )
+        if int(lengths.min()) < 1 or int(lengths.max()) > length:
+            raise ValueError(f"lengths={lengths.tolist()}: expected 1 to {length}, the columns of tokens")
     if generator is not None and seed is not None:
         raise ValueError(f"seed={seed} and generator exclude each other")
     if seed is not None:
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed={seed}: expected an integer from -2**63 to 2**64 - 1")
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
-    return _decode(model, tokens.long(), max_new_tokens, sampling, generator, eos_id)
+    return _decode(model, tokens.long(), lengths, max_new_tokens, sampling, generator, eos_id, compile)
 
 
 @torch.no_grad()
 def _decode(
     model: Llama,
     tokens: torch.Tensor,
+    lengths: torch.Tensor | None,
     count: int,
     sampling: Sampling,
     generator: torch.Generator | None,
     eos_id: int | None,
+    compile: bool,
 ) -> Iterator[torch.Tensor]:
     if count == 0:
         return
@@ -135,17 +164,23 @@ def _decode(
         dtype = torch.get_autocast_dtype(device.type)
     # The last token drawn is never fed back.
     cache = KVCache(model.config, batch, length + count - 1, device, dtype)
-    logits = model(tokens, cache=cache)[:, -1]
+    last = torch.full((batch,), length - 1, device=device) if lengths is None else lengths.long() - 1
+    logits = model(tokens, cache=cache, logits_at=last)
+    if lengths is not None:
+        cache.keep(lengths)
+    # Autocast keeps casts of the weights, which a recorded graph must not share with what runs outside it.
+    graph = device.type == "cuda" and count > _GRAPH_STEPS and not torch.is_autocast_enabled(device.type)
+    step = DecodeStep(model, cache, compile=compile, graph=graph)
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
-    for step in range(count):
+    for number in range(count):
         drawn = sampling.pick(logits, generator)
         if eos_id is not None:
             drawn = torch.where(finished, eos_id, drawn)
             finished = finished | (drawn == eos_id)
         yield drawn
-        if step + 1 == count or (eos_id is not None and bool(finished.all())):
+        if number + 1 == count or (eos_id is not None and bool(finished.all())):
             return
-        logits = model(drawn[:, None], cache=cache)[:, -1]
+        logits = step(drawn)
 
 
 def generate(
@@ -153,28 +188,32 @@ def generate(
     tokens: torch.Tensor,
     *,
     max_new_tokens: int,
+    lengths: torch.Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
     eos_id: int | None = None,
+    compile: bool = False,
 ) -> torch.Tensor:
     """Continues prompts.
 
     Args:
         model: a Llama on the device of the tokens.
-        tokens: (batch, seq) integers, the prompts, all of one length.
-        max_new_tokens: tokens to draw; prompt and new tokens together fit in the model's max_seq_len.
+        tokens: (batch, seq) integers, the prompts; shorter ones are filled up on the right with any id (`pad_prompts`).
+        max_new_tokens: tokens to draw; the longest prompt and the new tokens together fit in the model's max_seq_len.
+        lengths: (batch,) tokens of each prompt; None where all have seq.
         temperature: divides the logits; 0 takes the likeliest token (greedy).
         top_k: only the k likeliest tokens; None for all.
         top_p: only the likeliest tokens that together reach this probability, in (0, 1]; None for all.
         generator: source of randomness on the device of the tokens; None for the global one.
         seed: for a generator of its own, instead of `generator`.
         eos_id: a row ends at this token and is filled up with it.
+        compile: compile the decode step for this batch and number of tokens; worth it for long texts only.
 
     Returns:
-        (batch, seq + max_new_tokens) int64: the prompts and what follows.
+        (batch, seq + max_new_tokens) int64: each prompt and what follows it, filled up with `eos_id` (0 without one).
 
     Raises:
         ValueError: a value is out of range, or the prompt is empty or too long; the message names it.
@@ -184,55 +223,71 @@ def generate(
         model,
         tokens,
         max_new_tokens=max_new_tokens,
+        lengths=lengths,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         generator=generator,
         seed=seed,
         eos_id=eos_id,
+        compile=compile,
     )
     result = torch.full((batch, length + max_new_tokens), eos_id or 0, dtype=torch.int64, device=tokens.device)
     result[:, :length] = tokens
+    rows = torch.arange(batch, device=tokens.device)
+    ends = torch.full_like(rows, length) if lengths is None else lengths.long()
+    if lengths is not None:  # what filled the prompts up
+        columns = torch.arange(length, device=tokens.device)
+        result[:, :length].masked_fill_(columns >= ends[:, None], eos_id or 0)
     for i, drawn in enumerate(stream):
-        result[:, length + i] = drawn
+        result[rows, ends + i] = drawn
     return result
 
 
-class IncrementalDecoder:
-    """Turns ids that come one by one into text that can be printed at once: a character comes when all its bytes have.
-
-    A token of a byte-level vocabulary may hold part of a UTF-8 character. Decoders show an unfinished one at the end as
-    one U+FFFD, so a U+FFFD at the end is held back; anywhere else it is final.
+def generate_text(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    decode: Decode,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    eos_id: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> list[str]:
+    """Continues prompts of any lengths in one batch, as text; ends when every one of them has ended.
 
     Args:
+        model: a Llama.
+        prompts: ids of each.
         decode: ids to text, such as `tokenizers.Tokenizer.decode`.
+        max_new_tokens, eos_id, temperature, top_k, top_p, seed: as for `generate`.
+        stop: strings that end a text; they are not part of it.
+
+    Returns:
+        What follows each prompt.
+
+    Raises:
+        ValueError: as for `generate`, and for an empty stop string.
     """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        # The ids since some border between characters. Those of the step before stay as context, because some
-        # tokenizers treat the first token of a text differently.
-        self._ids: list[int] = []
-        self._given = 0  # characters of decode(self._ids) that were given out
-        self._border = 0  # self._ids[:border] decode to whole characters
-
-    def push(self, token: int) -> str:
-        """The text that is certain after one more token; may be empty."""
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            certain = text[:-1]
-            piece = certain[self._given :]
-            self._given = max(self._given, len(certain))
-            return piece
-        piece = text[self._given :]
-        self._ids = self._ids[self._border :]
-        self._border = len(self._ids)
-        self._given = len(self._decode(self._ids))
-        return piece
-
-    def flush(self) -> str:
-        """What was held back, when no more tokens come; then it begins anew."""
-        rest = self._decode(self._ids)[self._given :] if self._ids else ""
-        self._ids, self._given, self._border = [], 0, 0
-        return rest
+    tokens, lengths = pad_prompts(prompts, model.embedding.weight.device)
+    streams = [TextStream(decode, stop=stop, stop_ids=[] if eos_id is None else [eos_id]) for _ in prompts]
+    texts = [""] * len(prompts)
+    for drawn in generate_stream(
+        model,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        lengths=lengths,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_id=eos_id,
+    ):
+        for row, (stream, token) in enumerate(zip(streams, drawn.tolist(), strict=True)):
+            texts[row] += stream.push(token)
+        if all(stream.ended for stream in streams):
+            break
+    return [text + stream.flush() for text, stream in zip(texts, streams, strict=True)]

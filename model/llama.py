@@ -81,11 +81,11 @@ class Attention(nn.Module):
         q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=2)  # views, not copies
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        offset = 0 if cache is None else cache.length
-        q, k = rope(q, k, cos, sin, positions=positions, offset=offset, backend=kernel_backend(config))
-        if cache is not None:
-            k, v = cache.append(layer, k, v)
-        out = attend(q, k, v, config, documents)
+        q, k = rope(q, k, cos, sin, positions=positions, backend=kernel_backend(config))
+        if cache is not None and positions is not None:
+            out = cache.attend(layer, q, k, v, positions, config)
+        else:
+            out = attend(q, k, v, config, documents)
         return self.output(rearrange(out, "b s h d -> b s (h d)"))
 
 
@@ -178,6 +178,7 @@ class Llama(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
+        logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Loss against `targets`, or logits.
 
@@ -190,11 +191,12 @@ class Llama(nn.Module):
             cu_seqlens: (documents + 1,) int32 borders in the flattened batch · seq tokens; attention stays within
             documents.
             max_seqlen: longest document, in tokens; a bound is enough, by default all tokens.
-            cache: keys and values of the tokens before these; is appended to.
+            cache: keys and values of the tokens before these, which give the positions; is appended to.
+            logits_at: (batch,) int64, the place in `tokens` whose logits alone are wanted; all by default.
 
         Returns:
             With targets an fp32 loss (the model's logits are never whole in memory); else logits (batch, seq,
-            vocab_size).
+            vocab_size), or (batch, vocab_size) with `logits_at`.
 
         Raises:
             TypeError: tokens are not int64 or int32.
@@ -205,13 +207,13 @@ class Llama(nn.Module):
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens has dtype {tokens.dtype}: expected int64 or int32 token ids")
         batch, seq = tokens.shape
-        start = 0 if cache is None else cache.length
+        start = 0 if cache is None or cache.decoding else cache.length  # decoding: known on the device only
         if start + seq > self.config.max_seq_len:
             raise ValueError(
                 f"tokens: {seq} after {start} cached ones are more than max_seq_len={self.config.max_seq_len}; shorten "
                 "the sequence or raise model.max_seq_len"
             )
-        cos, sin = rope_tables(self.config, tokens.device)
+        cos, sin = rope_tables(self.config, tokens.device) if cache is None else cache.tables
         documents = None
         if cu_seqlens is not None:
             if cache is not None:
@@ -219,13 +221,19 @@ class Llama(nn.Module):
             documents = DocumentMask(cu_seqlens, max_seqlen if max_seqlen is not None else batch * seq)
             if positions is None:
                 positions = document_positions(cu_seqlens, batch, seq)
+        if cache is not None:
+            if positions is not None:
+                raise ValueError("positions and cache exclude each other: positions follow from what the cache holds")
+            positions = cache.begin(seq)
         x, residual = self.embedding(tokens), None
         for layer, block in enumerate(self.blocks):
             x, residual = block(x, residual, cos, sin, positions, documents, cache, layer)
         x, _ = self.norm.add(x, residual)
         if cache is not None:
-            cache.length += seq
+            cache.end(seq)
         if targets is None:
+            if logits_at is not None:
+                x = x[torch.arange(batch, device=x.device), logits_at]
             return nn.functional.linear(x, self.head_weight)
         return linear_cross_entropy(
             x, self.head_weight, targets, reduction=reduction, z_loss=z_loss, backend=kernel_backend(self.config)

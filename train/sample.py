@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ if __name__ == "__main__":
 import torch
 import tyro
 
-from fuselm.model.generate import IncrementalDecoder, generate_stream
+from fuselm.model.generate import generate_stream
 from fuselm.model.llama import Llama
+from fuselm.model.text_stream import TextStream
 from fuselm.train.checkpointing import latest_checkpoint, load_model, step_folder
 from fuselm.train.command_line import parse_arguments
 from fuselm.train.config import config_from_json
@@ -83,8 +85,10 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    stop: Sequence[str] = (),
+    meter: Meter | None = None,
 ) -> Iterator[str]:
-    """Yields the text that follows a prompt, as it comes, until the end-of-text token or `max_tokens`.
+    """Yields the text that follows a prompt, as it comes, until the end-of-text token, a stop string or `max_tokens`.
 
     Args:
         model: on any device.
@@ -92,6 +96,8 @@ def sample(
         prompt: plain text; an empty one starts a new document.
         max_tokens: tokens to draw; fewer where the model's max_seq_len is reached.
         temperature: as `generate` has it; so are top_k, top_p and seed.
+        stop: strings that end the text; they are not part of it.
+        meter: hears of each token.
 
     Raises:
         UserError: the prompt is too long, or a value is out of range.
@@ -106,7 +112,10 @@ def sample(
     if len(ids) >= limit:
         raise UserError(f"the prompt has {len(ids)} tokens; the model takes {limit} with at least one new one")
     device = model.embedding.weight.device
+    meter = Meter() if meter is None else meter
+    meter.start(len(ids))
     try:
+        text = TextStream(tokenizer.decode, stop=stop, stop_ids=[tokenizer.eos_id])
         stream = generate_stream(
             model,
             torch.tensor([ids], device=device),
@@ -119,17 +128,50 @@ def sample(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _text(stream, tokenizer)
+    return pieces_of(stream, text, meter)
 
 
-def _text(stream: Iterator[torch.Tensor], tokenizer: TextTokenizer) -> Iterator[str]:
-    decoder = IncrementalDecoder(tokenizer.decode)
+def pieces_of(stream: Iterator[torch.Tensor], text: TextStream, meter: Meter) -> Iterator[str]:
+    """The text of one sequence's tokens, piece by piece.
+
+    Args:
+        stream: (1,) tokens.
+        text: makes text of them, and says when it ends.
+        meter: hears of each token.
+    """
     for drawn in stream:
         token = int(drawn)
-        if token == tokenizer.eos_id:
-            break
-        yield decoder.push(token)
-    yield decoder.flush()
+        meter.tick()
+        yield text.push(token)
+        if text.ended:
+            return
+    yield text.flush()
+
+
+class Meter:
+    """Tokens a second of one text: the prompt and the first token apart from those that follow."""
+
+    def __init__(self) -> None:
+        self.start(0)
+
+    def start(self, prompt: int) -> None:
+        """A prompt of so many tokens begins."""
+        self.prompt, self.tokens = prompt, 0
+        self._began = self._first = self._last = time.perf_counter()
+
+    def tick(self) -> None:
+        """One more token has come."""
+        self.tokens += 1
+        self._last = time.perf_counter()
+        if self.tokens == 1:
+            self._first = self._last
+
+    def __str__(self) -> str:
+        line = f"{self.tokens} tokens; the prompt's {self.prompt} and the first took {self._first - self._began:.2f} s"
+        if self.tokens < 2:
+            return line
+        seconds = self._last - self._first
+        return f"{line}, then {(self.tokens - 1) / max(seconds, 1e-9):,.1f} tok/s"
 
 
 @dataclass
@@ -148,6 +190,8 @@ class Arguments:
     """Draw from the k likeliest tokens only."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together reach this probability."""
+    stop: str | None = None
+    """The text ends before this string."""
     seed: int | None = None
     """The same seed gives the same text on the same kind of device."""
     step: int | None = None
@@ -173,6 +217,7 @@ def main(args: Sequence[str] | None = None) -> int:
             eos_token=arguments.eos_token,
             bos_token=arguments.bos_token,
         )
+        meter = Meter()
         pieces = sample(
             model,
             tokenizer,
@@ -182,11 +227,14 @@ def main(args: Sequence[str] | None = None) -> int:
             top_k=arguments.top_k,
             top_p=arguments.top_p,
             seed=arguments.seed,
+            stop=[] if arguments.stop is None else [arguments.stop],
+            meter=meter,
         )
         print(arguments.prompt, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
+        print(meter, file=sys.stderr)
     except UserError as error:
         return report(error)
     except KeyboardInterrupt:

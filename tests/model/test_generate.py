@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch._dynamo.utils import counters
 
 from fuselm.model.config import LlamaConfig
-from fuselm.model.generate import IncrementalDecoder, Sampling, generate, generate_stream
+from fuselm.model.decode_step import DecodeStep
+from fuselm.model.generate import Sampling, generate, generate_stream, generate_text, pad_prompts
+from fuselm.model.kv_cache import KVCache
 from fuselm.model.llama import Llama
+from fuselm.model.text_stream import IncrementalDecoder, StopStrings
 
 VOCAB = 61
 
@@ -210,3 +216,156 @@ def test_tokenizers_that_treat_the_first_token_differently() -> None:
     words.decoder = decoders.Metaspace()
     decoder = IncrementalDecoder(words.decode)
     assert [decoder.push(i) for i in (0, 1, 2, 1)] == ["one", " two", "three", " two"]
+
+
+# --- Static cache, ragged batches, stop strings ---------------------------------------------------------------------
+
+
+@pytest.fixture(params=["eager", "triton"])
+def either(request: pytest.FixtureRequest, model: Llama, device: torch.device) -> Llama:
+    """The same weights on plain PyTorch and on the kernels."""
+    kernels: Any = request.param
+    other = Llama(dataclasses.replace(model.config, kernels=kernels))
+    other.load_state_dict(model.state_dict())
+    return other.to(device)
+
+
+def test_every_step_gives_the_logits_of_the_full_forward_pass(either: Llama, device: torch.device) -> None:
+    """Prompts of different lengths in one batch, decoded token by token: each row as if it were alone and whole."""
+    lengths = [5, 1, 3]
+    texts = torch.randint(0, VOCAB, (3, 10), generator=torch.Generator().manual_seed(2)).to(device)
+    cache = KVCache(either.config, 3, 10, device, torch.float32)
+    with torch.no_grad():
+        prompt = texts[:, :5].clone()
+        for row, n in enumerate(lengths):
+            prompt[row, n:] = row  # what fills a prompt up does not matter
+        logits = either(prompt, cache=cache, logits_at=torch.tensor(lengths, device=device) - 1)
+        cache.keep(torch.tensor(lengths, device=device))
+        step = DecodeStep(either, cache)
+        for new in range(5):
+            for row, n in enumerate(lengths):
+                whole = either(texts[row : row + 1, : n + new])[0, -1]
+                torch.testing.assert_close(logits[row], whole, rtol=1e-4, atol=1e-4)
+            assert logits.std() > 0.5
+            logits = step(torch.stack([texts[row, n + new] for row, n in enumerate(lengths)]))
+    assert cache.length == 10 and cache.lengths.tolist() == [10, 6, 8]
+    with pytest.raises(ValueError, match="the cache holds 10 tokens and is full"):
+        step(texts[:, 0])
+
+
+def test_prompts_of_different_lengths_continue_as_alone(either: Llama, device: torch.device) -> None:
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+    tokens, lengths = pad_prompts(prompts, device)
+    together = generate(either, tokens, lengths=lengths, max_new_tokens=9, temperature=0, eos_id=60)
+    for row, prompt in enumerate(prompts):
+        alone = generate(either, torch.tensor([prompt], device=device), max_new_tokens=9, temperature=0, eos_id=60)[0]
+        assert torch.equal(together[row, : len(alone)], alone)
+        assert (together[row, len(alone) :] == 60).all()
+    free = generate(either, tokens, lengths=lengths, max_new_tokens=9, temperature=0)
+    assert free.shape == (3, 14) and (free[1, 10:] == 0).all() and free[0, 10:].any()
+
+
+def test_a_text_goes_on_after_decoding(either: Llama, device: torch.device) -> None:
+    """A cache takes further parts of uneven texts after decoding, and gives back what `keep` leaves out."""
+    texts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(4)).to(device)
+    cache = KVCache(either.config, 2, 12, device, torch.float32)
+    with torch.no_grad():
+        either(texts[:, :4], cache=cache)
+        cache.keep(torch.tensor([4, 2]))
+        step = DecodeStep(either, cache)
+        step(torch.stack([texts[0, 4], texts[1, 2]]))
+        step.close()
+        more = torch.stack([texts[0, 5:9], texts[1, 3:7]])
+        logits = either(more, cache=cache)
+        for row, end in ((0, 9), (1, 7)):
+            whole = either(texts[row : row + 1, :end])[0, -4:]
+            torch.testing.assert_close(logits[row], whole, rtol=1e-4, atol=1e-4)
+    assert cache.lengths.tolist() == [9, 7]
+    with pytest.raises(ValueError, match=r"lengths=\[10, 3\]: expected 2 numbers from 0 to those held, \[9, 7\]"):
+        cache.keep(torch.tensor([10, 3]))
+    with pytest.raises(ValueError, match="positions and cache exclude each other"):
+        either(texts[:, :1], positions=torch.zeros(1, dtype=torch.long, device=device), cache=cache)
+    with pytest.raises(ValueError, match="2 tokens a sequence while decoding: expected 1"):
+        DecodeStep(either, cache)
+        either(texts[:, :2], cache=cache)
+
+
+def test_the_compiled_step_is_compiled_once(model: Llama, prompt: torch.Tensor) -> None:
+    """Ten steps, one graph, the same tokens: nothing in a step depends on how far it is."""
+    torch.compiler.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo detected a call to a `functools.lru_cache`")  # no new tables
+        compiled = generate(model, prompt, max_new_tokens=11, temperature=0, compile=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(compiled, generate(model, prompt, max_new_tokens=11, temperature=0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_recorded_step_gives_the_same_tokens(compile: bool, either: Llama, prompt: torch.Tensor) -> None:
+    torch.compiler.reset()
+    tokens, lengths = pad_prompts([[3, 1, 4], [1]], "cuda")
+    caches = [KVCache(either.config, 2, 20, "cuda", torch.float32) for _ in range(2)]
+    steps = [DecodeStep(either, caches[0], graph=False), DecodeStep(either, caches[1], compile=compile, graph=True)]
+    for cache in caches:
+        cache.decoding = False
+        with torch.no_grad():
+            either(tokens, cache=cache)
+        cache.keep(lengths)
+        cache.decoding = True
+    for i in range(12):
+        plain, recorded = (step(torch.tensor([i, i + 7], device="cuda")) for step in steps)
+        torch.testing.assert_close(plain, recorded, rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_need_a_gpu(model: Llama) -> None:
+    with pytest.raises(ValueError, match="graph=True: the cache is on cpu, CUDA graphs need an NVIDIA GPU"):
+        DecodeStep(model, KVCache(model.config, 1, 4, "cpu", torch.float32), graph=True)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([5, 0, 2]), r"lengths=\[5, 0, 2\]: expected 1 to 5"),
+        (torch.tensor([5, 6, 2]), r"lengths=\[5, 6, 2\]: expected 1 to 5"),
+        (torch.tensor([5, 5]), r"lengths is \(2,\) torch.int64: expected integers of shape \(3,\)"),
+        (torch.tensor([5.0, 5.0, 1.0]), r"lengths is \(3,\) torch.float32"),
+    ],
+)
+def test_bad_lengths_are_named(lengths: torch.Tensor, message: str, model: Llama, prompt: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, lengths=lengths, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"prompts: 2 of \[1, 0\] tokens, expected at least one each"):
+        pad_prompts([[1], []], "cpu")
+
+
+def test_stop_strings_end_a_text_wherever_pieces_break() -> None:
+    text = "one two\n\nUser: three\n\nUs"
+    for stop in (["\n\nUser:"], ["\n\nUser:", "User: t"], ["zzz", "\n\nUser:", "\n\nUser: three"]):
+        for size in (1, 2, 3, 5, len(text)):
+            stream = StopStrings(stop)
+            shown = [stream.push(text[i : i + size]) for i in range(0, len(text), size)]
+            assert "".join([*shown, stream.flush()]) == "one two" and stream.found in stop
+    stream = StopStrings(["\n\nUser:"])
+    assert [stream.push(p) for p in ("a\n", "\nUs", "ual", "\n")] == ["a", "", "\n\nUsual", ""]
+    assert stream.flush() == "\n" and stream.found is None
+    for bad in ([""], "text"):
+        with pytest.raises(ValueError, match="expected a list of strings that are not empty"):
+            StopStrings(bad)
+
+
+def test_texts_of_a_batch_end_by_themselves(model: Llama, byte_level: Tokenizer) -> None:
+    """Each prompt's text is that of its own tokens up to the stop string or the last token, drawn in one batch."""
+    prompts = [[3, 1, 4, 1], [9, 2], [6]]
+    drawn = [
+        generate(model, torch.tensor([p]), max_new_tokens=12, temperature=0)[0, len(p) :].tolist() for p in prompts
+    ]
+    whole = [byte_level.decode(ids) for ids in drawn]
+    assert generate_text(model, prompts, byte_level.decode, max_new_tokens=12, temperature=0) == whole
+    stop = whole[1][3:5]
+    expected = [text.split(stop)[0] for text in whole]
+    assert generate_text(model, prompts, byte_level.decode, max_new_tokens=12, temperature=0, stop=[stop]) == expected
+    eos = drawn[2][4]
+    ended = [byte_level.decode(ids[: ids.index(eos)] if eos in ids else ids) for ids in drawn]
+    assert generate_text(model, prompts, byte_level.decode, max_new_tokens=12, temperature=0, eos_id=eos) == ended

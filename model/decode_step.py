@@ -1,0 +1,96 @@
+"""DecodeStep: the next logits for one more token a sequence, as the same work each time.
+
+On a GPU the step is recorded as a CUDA graph, so that a small model does not wait for Python to launch some hundred
+kernels; with `compile` it is also compiled as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuselm.model.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from fuselm.model.llama import Llama
+
+
+class DecodeStep:
+    """Decodes with a cache that holds the prompts.
+
+    Args:
+        model: on the cache's device. Its weights may change in place between steps, but not move.
+        cache: no other forward pass may use it from now on until `close`.
+        compile: compile the step, whole, for exactly this batch and cache; takes seconds.
+        graph: record it as a CUDA graph at the second step; None does so on a GPU.
+
+    Raises:
+        ValueError: a CUDA graph was asked for elsewhere.
+    """
+
+    def __init__(self, model: Llama, cache: KVCache, *, compile: bool = False, graph: bool | None = None) -> None:
+        device = cache.lengths.device
+        if graph and device.type != "cuda":
+            raise ValueError(f"graph=True: the cache is on {device}, CUDA graphs need an NVIDIA GPU")
+        self._use_graph = device.type == "cuda" if graph is None else graph
+        self.cache = cache
+        cache.decoding = True
+        self._model = model
+        self._tokens = torch.zeros(cache.lengths.shape[0], 1, dtype=torch.int64, device=device)
+        self._run: Any = torch.compile(self._forward, fullgraph=True, dynamic=False) if compile else self._forward
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Any = None
+        self._steps = 0
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model(tokens, cache=self.cache)[:, 0]
+
+    @torch.no_grad()
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends a token a sequence.
+
+        Args:
+            tokens: (batch,) integers.
+
+        Returns:
+            (batch, vocab_size) logits for the next one; the next step overwrites them.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        cache = self.cache
+        if cache.length + 1 > cache.max_len:
+            raise ValueError(f"the cache holds {cache.max_len} tokens and is full; make it with a larger max_len")
+        self._tokens.copy_(tokens[:, None])
+        if not self._use_graph:
+            logits = self._run(self._tokens)
+        elif self._graph is not None:
+            self._graph.replay()
+            logits = self._logits
+        elif self._steps == 0:
+            logits = self._warm_up()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):  # recorded, not run
+                self._logits = self._run(self._tokens)
+            self._graph.replay()
+            logits = self._logits
+        self._steps += 1
+        cache.length += 1
+        return logits
+
+    def _warm_up(self) -> torch.Tensor:
+        """The first step compiles kernels and allocates workspaces, on a side stream as recording will."""
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            logits = self._run(self._tokens)
+        main.wait_stream(side)
+        logits.record_stream(main)
+        return logits
+
+    def close(self) -> None:
+        """Frees the graph; the cache can take prompts again."""
+        self._graph = self._logits = None
+        self.cache.decoding = False
