@@ -163,6 +163,7 @@ class Plan:
         self._rows = self._host[count * RECORD :].view(num_groups, HYPER)
         self._spare: torch.Tensor | None = None  # pinned memory for one refresh under graph capture
         self._sent: tuple[Any, ...] | None = None
+        self._captured = False
         self.entries: list[Entry] | None = None
         self.contiguous = False
         self.grad_dtypes = [g.dtype for g in grads]
@@ -236,7 +237,8 @@ class Plan:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.device.type == "cuda" and self._spare is None:
             self._spare = self._pinned()
-        if not capturing and self._sent == (grads, rows):
+        # Once a graph has a copy of its own, any replay may have put that into the table.
+        if not capturing and not self._captured and self._sent == (grads, rows):
             return
         addresses = _integers(grads)
         self._records[:, 1] = addresses
@@ -253,11 +255,10 @@ class Plan:
             pinned = self._spare if capturing and self._spare is not None else self._pinned()
             if capturing:
                 kept.append((self, pinned))
-                self._spare = None
+                self._spare, self._captured = None, True
             pinned.copy_(self._host)
             self.table.copy_(pinned, non_blocking=True)
-        # What a captured copy wrote is in the table only after a replay: the next eager step sends its own.
-        self._sent = None if capturing else (grads, rows)
+        self._sent = (grads, rows)
 
     def _pinned(self) -> torch.Tensor:
         return torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)

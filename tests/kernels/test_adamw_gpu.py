@@ -30,7 +30,14 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": True, "dtype": torch.bfloat16}, {"backend": "reference"}])
+MODES: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.bfloat16, "master_weights": True},
+    {"dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 5},
+]
+
+
+@pytest.mark.parametrize("options", [*MODES, {"backend": "reference"}])
 def test_no_synchronisation(options):
     params, optimizer = make(**options)
     grads = [gradients(step, params[0].dtype) for step in range(8)]
@@ -65,7 +72,11 @@ def test_backends_agree(dtype):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_graph_replays_equal_eager_steps():
+@pytest.mark.parametrize("options", MODES)
+def test_graph_replays_equal_eager_steps(options):
+    """Rates and gradients change between replays; in steps 6 and 8 the optimizer is stepped eagerly, with gradients
+    elsewhere, and must see them although a replay has put the graph's addresses into its table in between."""
+
     def feed(params, step: int) -> None:
         for p, g in zip(params, gradients(step), strict=True):
             if p.grad is None:
@@ -75,8 +86,8 @@ def test_graph_replays_equal_eager_steps():
             params[0].grad[9] = float("nan")
 
     eager_lr, graph_lr = (torch.full((), 1e-2, device="cuda") for _ in range(2))
-    eager, eager_optimizer = make(lr=eager_lr)
-    params, optimizer = make(lr=graph_lr)
+    eager, eager_optimizer = make(lr=eager_lr, **options)
+    params, optimizer = make(lr=graph_lr, **options)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -88,28 +99,44 @@ def test_graph_replays_equal_eager_steps():
     with torch.cuda.graph(graph):
         optimizer.step()
     norm = optimizer.grad_norm
-    for step in range(8):
+    inside = [p.grad for p in params]
+    elsewhere = [torch.empty_like(p) for p in params]
+    for step in range(10):
         feed(eager, step)
-        eager_lr.fill_(1e-2 / (1 + step))
-        if step < 2:
-            eager_lr.fill_(1e-2)
+        eager_lr.fill_(1e-2 if step < 2 else 1e-2 / (1 + step))
         eager_optimizer.step()
-        if step >= 2:
-            feed(params, step)
-            graph_lr.copy_(eager_lr)
-            if step == 6:  # eager again in between, with gradients elsewhere
-                kept = [p.grad for p in params]
-                for p in params:
-                    p.grad = p.grad.clone()
-                optimizer.step()
-                for p, g in zip(params, kept, strict=True):
-                    p.grad = g
-            else:
-                graph.replay()
-                assert torch.equal(norm, eager_optimizer.grad_norm) or step == 4
-        if step >= 2:
-            assert same(params, eager), f"step {step}"
+        if step < 2:
+            continue
+        graph_lr.copy_(eager_lr)
+        by_hand = step in (6, 8)
+        for p, g in zip(params, elsewhere if by_hand else inside, strict=True):
+            p.grad = g
+        feed(params, step)
+        if by_hand:
+            optimizer.step()
+        else:
+            graph.replay()
+            assert torch.equal(norm, eager_optimizer.grad_norm) or step == 4
+        assert same(params, eager), f"step {step}"
+        for p, e in zip(params, eager, strict=True):
+            states = optimizer.state[p], eager_optimizer.state[e]
+            assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), f"step {step}"
     assert int(optimizer.skipped_steps) == int(eager_optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_gradients_at_odd_offsets_give_the_bits_of_aligned_ones(options):
+    """The update, that is: the order in which squares are summed depends on where they lie."""
+    results = []
+    for offset in (0, 1, 3):
+        params, optimizer = make(**options, max_grad_norm=None)
+        for step in range(3):
+            for p, g in zip(params, gradients(step), strict=True):
+                buffer = torch.full((p.numel() + 16,), float("nan"), device="cuda", dtype=p.dtype)
+                p.grad = buffer[offset : offset + p.numel()].view_as(p).copy_(g)
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    assert same(results[0], results[1]) and same(results[0], results[2])
 
 
 def test_graph_with_gradients_made_inside():
