@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuselm.train.documents import TextSource
 from fuselm.train.prepare_data import prepare
 from fuselm.train.shards import DataError, locked, read_index
+from fuselm.train.sources import FileSource
 
 BUNDLED_TEXT = Path(__file__).parent / "corpus" / "plays.jsonl.xz"
 
@@ -32,7 +32,7 @@ def prepare_bundled(output: Path, vocab_size: int = 1024) -> Path:
             prepare(BUNDLED_TEXT, output, vocab_size=vocab_size)
             return output
     settings = read_index(output).get("settings", {})
-    if settings.get("source_fingerprint") != TextSource(BUNDLED_TEXT).fingerprint:
+    if settings.get("source_fingerprint") != FileSource(BUNDLED_TEXT).fingerprint:
         raise DataError(f"{output} holds other data than the bundled plays: choose another folder")
     if settings.get("trained_vocab_size") != vocab_size:
         raise DataError(

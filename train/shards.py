@@ -4,7 +4,9 @@
     tokenizer.json     the tokenizer, byte for byte as it was given or trained
     train_00000.bin    header, then token ids: little-endian uint16 for a vocabulary up to 65,536, else uint32
     train.idx          header, then documents + 1 int64: document i is tokens [idx[i], idx[i+1]) of the whole split
+    train.sources      header, then documents uint8, the source of each; only where the data was mixed of several
     validation_...     the same
+    lengths.png        histogram of the lengths of documents
 
 The shards of a split are one run of tokens cut every `shard_tokens`; a document may go on in the next shard. The header
 of 32 bytes is: 8 bytes magic, uint32 version, uint32 bytes an entry, uint64 number of entries, 8 bytes zero.
@@ -36,6 +38,8 @@ INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENS_MAGIC = b"FUSELMTK"
 BORDERS_MAGIC = b"FUSELMIX"
+SOURCES_MAGIC = b"FUSELMSR"
+JOB_FILE = "job.json"
 _HEADER = struct.Struct("<8sIIQ8x")
 HEADER_BYTES = _HEADER.size
 
@@ -49,6 +53,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
+class Unfinished(UserError):
+    """A long job could not go on, through no fault of its input; what it has done is kept for the next call."""
+
+
 @dataclass
 class SplitIndex:
     """What one split holds. `text_bytes` counts UTF-8 bytes of text, `tokens` counts BOS and EOS too."""
@@ -58,6 +66,7 @@ class SplitIndex:
     text_bytes: int = 0
     shards: list[dict[str, Any]] = field(default_factory=list)  # {"file": name, "tokens": count} in order
     borders: str = ""
+    sources: str = ""
 
 
 class SplitWriter:
@@ -69,23 +78,58 @@ class SplitWriter:
         vocab_size: one more than the largest id that may be written; it decides the dtype.
         shard_tokens: tokens a shard; the last one may hold fewer.
         dtype: another dtype than that of `token_dtype`.
+        mixed: also write the source of each document.
+        state: what `state()` of an earlier writer of these files returned: all that was written after it is dropped,
+            and writing goes on from there.
 
     Raises:
         DataError: the dtype cannot hold the vocabulary.
     """
 
     def __init__(
-        self, folder: Path, split: str, *, vocab_size: int, shard_tokens: int, dtype: np.dtype[Any] | None = None
+        self,
+        folder: Path,
+        split: str,
+        *,
+        vocab_size: int,
+        shard_tokens: int,
+        dtype: np.dtype[Any] | None = None,
+        mixed: bool = False,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self.dtype = token_dtype(vocab_size) if dtype is None else dtype
         check_dtype_holds(self.dtype, vocab_size)
-        self.index = SplitIndex(borders=f"{split}.idx")
         self._folder, self._split = folder, split
         self._vocab_size, self._shard_tokens = vocab_size, shard_tokens
         self._shard: BinaryIO | None = None
         self._in_shard = 0
-        self._borders = _create(folder / self.index.borders)
-        self._borders.write(np.zeros(1, "<i8").tobytes())
+        self._sources: BinaryIO | None = None
+        if state is None:
+            self.index = SplitIndex(borders=f"{split}.idx", sources=f"{split}.sources" if mixed else "")
+            self._borders = _create(folder / self.index.borders)
+            self._borders.write(np.zeros(1, "<i8").tobytes())
+            if mixed:
+                self._sources = _create(folder / self.index.sources)
+            return
+        self.index = SplitIndex(**state)
+        known = {str(shard["file"]) for shard in self.index.shards}
+        for file in folder.glob(f"{glob.escape(split)}_*.bin"):
+            if file.name not in known:
+                file.unlink()
+        self._borders = _reopen(folder / self.index.borders, 8 * (self.index.documents + 1))
+        if self.index.sources:
+            self._sources = _reopen(folder / self.index.sources, self.index.documents)
+        if self.index.shards and self.index.shards[-1]["tokens"] < shard_tokens:
+            self._in_shard = int(self.index.shards[-1]["tokens"])
+            self._shard = _reopen(folder / str(self.index.shards[-1]["file"]), self._in_shard * self.dtype.itemsize)
+
+    def state(self) -> dict[str, Any]:
+        """Brings what was written to the disk, and says what it is, for another writer to go on."""
+        for file in (self._shard, self._borders, self._sources):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        return asdict(self.index)
 
     def append(self, ids: NDArray[np.integer[Any]], *, text_bytes: int = 0) -> None:
         """Writes tokens of the current document.
@@ -115,15 +159,19 @@ class SplitWriter:
             if self._in_shard == self._shard_tokens:
                 self._close_shard()
 
-    def end_document(self) -> None:
-        """Marks the border after the current document."""
+    def end_document(self, source: int = 0) -> None:
+        """Marks the border after the current document, which comes from this source."""
         self._borders.write(np.asarray([self.index.tokens], "<i8").tobytes())
+        if self._sources is not None:
+            self._sources.write(bytes([source]))
         self.index.documents += 1
 
     def close(self) -> SplitIndex:
         """Completes the headers, brings everything to the disk and returns what was written."""
         self._close_shard()
         _finish(self._borders, BORDERS_MAGIC, 8, self.index.documents + 1)
+        if self._sources is not None:
+            _finish(self._sources, SOURCES_MAGIC, 1, self.index.documents)
         return self.index
 
     def _close_shard(self) -> None:
@@ -133,7 +181,7 @@ class SplitWriter:
 
     def abandon(self) -> None:
         """Closes the files as they are, after an error."""
-        for file in (self._shard, self._borders):
+        for file in (self._shard, self._borders, self._sources):
             if file is not None:
                 file.close()
 
@@ -148,6 +196,15 @@ def check_dtype_holds(dtype: np.dtype[Any], vocab_size: int) -> None:
 def _create(path: Path) -> BinaryIO:
     file = path.open("xb", buffering=1 << 20)
     file.write(bytes(HEADER_BYTES))  # the real one comes last: a file without it was never finished
+    return file
+
+
+def _reopen(path: Path, length: int) -> BinaryIO:
+    """Opens an unfinished file to go on after `length` bytes of its content."""
+    file = path.open("r+b", buffering=1 << 20)
+    file.write(bytes(HEADER_BYTES))
+    file.truncate(HEADER_BYTES + length)
+    file.seek(HEADER_BYTES + length)
     return file
 
 
@@ -225,43 +282,73 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def whole_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def whole_folder(output: Path, *, overwrite: bool = False, job: str | None = None) -> Iterator[Path]:
     """Gives a temporary folder beside `output` that becomes `output` at the end, or vanishes on any error.
 
     The temporary folder is locked while its process lives, so that the next call can tell what a killed one left behind
-    and remove it.
+    and take it over or remove it.
 
     Args:
         output: the folder to make. Its parents are made where missing.
         overwrite: replace an existing folder of token shards, at the moment when the new one is complete. Anything else
             that stands there is never replaced.
+        job: says what is being made. Then a killed process, a KeyboardInterrupt and an `Unfinished` leave the temporary
+            folder, and the next call with the same `job` gets it as it was left. None for a new one each time.
 
     Raises:
         UserError: `output` exists already, or writing fails, here or in the body of the `with` statement.
     """
     output = Path(os.path.abspath(output))  # so that it has a name and a parent
     check_output(output, overwrite=overwrite)
-    prefix = f".{output.name}.partial-"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with locked(output.parent):
-            _remove_abandoned(output.parent, prefix)
-            partial = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
-            alive = _lock(partial, block=False)
+            partial, alive = _partial_folder(output.parent, f".{output.name}.partial-", job)
     except OSError as error:
         raise UserError(f"cannot write to {output.parent}: {error.strerror or error}") from error
+    keep = False
     try:
         yield partial
         umask = os.umask(0)
         os.umask(umask)
         partial.chmod(0o777 & ~umask)  # mkdtemp made it private
+        (partial / JOB_FILE).unlink(missing_ok=True)
         _move_into_place(partial, output, overwrite=overwrite)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}") from error
+    except (KeyboardInterrupt, Unfinished):
+        keep = job is not None
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(partial, ignore_errors=True)
         if alive is not None:
             os.close(alive)
+
+
+def _partial_folder(parent: Path, prefix: str, job: str | None) -> tuple[Path, int | None]:
+    """The folder that a dead process left with this job, or a new one; removes those left with other jobs.
+
+    Returns:
+        It, and a descriptor that holds its lock, or None where there are no locks.
+    """
+    found: tuple[Path, int | None] | None = None
+    for folder in sorted(parent.glob(f"{glob.escape(prefix)}*")):
+        handle = _lock(folder, block=False)
+        if handle is None:  # its process lives
+            continue
+        same = found is None and job is not None and (folder / JOB_FILE).is_file()
+        if same and (folder / JOB_FILE).read_text(encoding="utf-8") == job:
+            found = folder, handle
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+    if found is None:
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        found = partial, _lock(partial, block=False)
+        if job is not None:
+            (partial / JOB_FILE).write_text(job, encoding="utf-8")
+    return found
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -294,14 +381,6 @@ def _move_into_place(partial: Path, output: Path, *, overwrite: bool) -> None:
     finally:
         if output.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    for folder in parent.glob(f"{glob.escape(prefix)}*"):
-        handle = _lock(folder, block=False)
-        if handle is not None:  # its process is gone
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(handle)
 
 
 def _lock(path: Path, *, block: bool) -> int | None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fuselm.train.errors import UserError
+from fuselm.train.tokenizer_formats import byte_table, tokenizer_json
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the token that ends a document; the first that a vocabulary holds is taken.
@@ -58,17 +59,28 @@ class TextTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_token = eos_token
         self.eos_id = vocabulary[eos_token]
+        self.bos_token = bos_token
         self.bos_id = vocabulary[bos_token] if bos_token is not None else None
+        #: For each id its bytes, where a text is simply the bytes of its tokens.
+        self.token_bytes = byte_table(backend)
 
     @classmethod
-    def load(cls, path: Path, *, eos_token: str | None = None, bos_token: str | None = None) -> TextTokenizer:
-        """Reads a tokenizer.json; raises UserError where there is none or it cannot be read."""
-        if not path.is_file():
-            raise UserError(f"tokenizer {path} does not exist")
+    def load(
+        cls, path: Path, *, eos_token: str | None = None, bos_token: str | None = None, encoding: str | None = None
+    ) -> TextTokenizer:
+        """Reads a tokenizer.json, or what `tokenizer_json` reads; raises UserError where that cannot be done."""
+        content = tokenizer_json(path, encoding=encoding)
+        return cls.from_json(content, eos_token=eos_token, bos_token=bos_token, origin=path)
+
+    @classmethod
+    def from_json(
+        cls, content: bytes, *, eos_token: str | None = None, bos_token: str | None = None, origin: Path | str = ""
+    ) -> TextTokenizer:
+        """The tokenizer of a tokenizer.json's content; `origin` is what errors call it."""
         try:
-            backend = Tokenizer.from_file(str(path))
+            backend = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"tokenizer {path} cannot be read: {error}") from error
+            raise UserError(f"tokenizer {origin} cannot be read: {error}") from error
         return cls(backend, eos_token=eos_token, bos_token=bos_token)
 
     @classmethod
@@ -108,6 +120,12 @@ class TextTokenizer:
     def decode_batch(self, batch: Sequence[NDArray[np.int64]]) -> list[str]:
         """The texts of many runs of ids, on all cores."""
         return self._backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
+
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that are marked special and stand for no text, with their ids."""
+        added = self._backend.get_added_tokens_decoder()
+        unknown = getattr(self._backend.model, "unk_token", None)
+        return {token.content: number for number, token in added.items() if token.special and token.content != unknown}
 
     def to_json(self) -> bytes:
         """The tokenizer.json of this tokenizer."""
@@ -151,10 +169,17 @@ def check_round_trip(
     Raises:
         UserError: with the first difference.
     """
-    for text, decoded, origin in zip(texts, tokenizer.decode_batch(ids), where, strict=True):
-        difference = first_difference(text, decoded)
+    table = tokenizer.token_bytes
+    doubtful = range(len(texts))
+    if table is not None:  # many times faster than to decode
+        spelled = (b"".join(map(table.__getitem__, run.tolist())) for run in ids)
+        doubtful = [i for i, (text, data) in enumerate(zip(texts, spelled, strict=True)) if data != text.encode()]
+    for i, decoded in zip(doubtful, tokenizer.decode_batch([ids[i] for i in doubtful]), strict=True):
+        difference = first_difference(texts[i], decoded)
         if difference is not None:
-            raise UserError(f"the tokenizer does not give the text of {origin} back: first difference at {difference}")
+            raise UserError(
+                f"the tokenizer does not give the text of {where[i]} back: first difference at {difference}"
+            )
     special = [i for i in (tokenizer.eos_id, tokenizer.bos_id) if i is not None]
     for run, origin in zip(ids, where, strict=True):
         if any((run == i).any() for i in special):
@@ -162,3 +187,45 @@ def check_round_trip(
                 f"the text of {origin} holds the string {tokenizer.eos_token!r} or the BOS token, and the tokenizer "
                 'turns it into the special id: mark that token as "special": true in tokenizer.json'
             )
+
+
+def check_on_own_text(tokenizer: TextTokenizer, text: str, *, origin: str, joined: bool) -> None:
+    """Tries what goes wrong with tokenizers on some of the user's own text, changed in the ways that matter.
+
+    White space of all kinds around it; every special token's name within it; characters of several bytes, of which
+    every first part of the ids must give the first bytes; and, where long documents are encoded in pieces, a cut at
+    each place.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: some text; a few hundred characters are used.
+        origin: where it stands, for errors.
+        joined: check that pieces of the text join to the whole.
+
+    Raises:
+        UserError: with what was lost or turned into a special id.
+    """
+    wide_at = next((i for i, letter in enumerate(text) if ord(letter) > 127), 0)
+    wide = text[max(wide_at - 60, 0) : wide_at + 60]
+    text = text[:200].strip() or "text"
+    spaces = [f"\n{text}", f"{text}\n\n\n", f"\t{text}\t\t{text}", f"{text}\r\n{text}\r", f"  {text}   {text} "]
+    check_round_trip(tokenizer, spaces, tokenizer.encode_batch(spaces), [f"{origin} (white space added)"] * len(spaces))
+    special = tokenizer.special_tokens()
+    for name in special:
+        named = f"{text[:20]}{name}{text[20:40]} {name}"
+        ids = set(tokenizer.encode(named))
+        for other, number in special.items():
+            if number in ids:
+                raise UserError(
+                    f"the tokenizer turns the text {named!r} into ids with the one of the special {other!r}"
+                )
+    if tokenizer.token_bytes is not None:
+        ids = tokenizer.encode(wide)
+        for end in range(len(ids) + 1):
+            start = b"".join(tokenizer.token_bytes[i] for i in ids[:end])
+            decoded = tokenizer.decode(ids[:end])
+            if not wide.encode().startswith(start) or decoded != start.decode(errors="replace"):
+                raise UserError(f"the first {end} tokens of {wide!r} give {decoded!r}, not the beginning of the text")
+    for cut in range(1, len(wide)) if joined else ():
+        both = [i for part in (wide[:cut], wide[cut:]) for i in tokenizer.encode(part)]
+        check_round_trip(tokenizer, [wide], [np.asarray(both, np.int64)], [f"{origin} (cut in two)"])
