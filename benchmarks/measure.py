@@ -13,7 +13,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from expected import Expected, check_ours, check_peer, expect, gradients, run_call
 from peers.base import Call, Maker, NotOfferedError
-from rows import BACKWARD, FORWARD, STEP, Row, make_inputs, make_upstream, work
+from rows import BACKWARD, FORWARD, ODD_ROWS, STEP, Row, make_inputs, make_upstream, work
 from timing import L2_FLUSH_BYTES, interleaved
 
 OURS = "fuselm"
@@ -60,7 +60,8 @@ class Measurement:
 
 @dataclass
 class Result:
-    """A row in one direction: provider -> measurement, and what the table needs of the row."""
+    """A row in one direction: provider -> measurement, and what the table needs of the row: `odd` is a size off the
+    block borders, `near` the round one beside it."""
 
     op: str
     label: str
@@ -70,6 +71,7 @@ class Result:
     flops: int
     goal_ms: float | None
     near: str
+    odd: bool
     rounds: int = 0
     providers: dict[str, Measurement] = field(default_factory=dict)
 
@@ -194,7 +196,8 @@ class RowRun:
         moved, flops = work(self.row, self.dtype, direction)
         goal = self.row.goal_ms.get(direction)
         dtype = str(self.dtype).removeprefix("torch.")
-        result = Result(self.row.op, self.row.label, direction, dtype, moved, flops, goal, self.row.near)
+        odd = self.row in ODD_ROWS
+        result = Result(self.row.op, self.row.label, direction, dtype, moved, flops, goal, self.row.near, odd)
         result.providers = {name: Measurement(status) for name, status in self.status.items()}
         return result
 

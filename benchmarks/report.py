@@ -1,9 +1,14 @@
-"""Result files -> the table and the picture of the README.
+"""Result files -> tables and pictures of the README and docs/performance.md.
 
     python benchmarks/report.py benchmarks/results/step_124m.json [...] --output benchmarks/results
+    python benchmarks/report.py benchmarks/results/kernels.json [...] --output benchmarks/results
+    python benchmarks/report.py --compare old.json new.json
 
-Writes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss curves and speed), prints
-the table, and puts it into README between its two markers.
+Of bench_step.py's files it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss
+curves and speed); of compare_kernels.py's OUTPUT/kernels.md (the summary), OUTPUT/kernels_full.md and the pictures
+kernels, kernels_time and kernels_roofline as PNG and SVG. It prints the tables and puts them into the pages, each
+between its two markers. --compare takes two files of compare_kernels.py and exits with 1 if a row of the new one is
+slower, takes more memory or fails: the regression gate.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import Annotated, Any
 
 import matplotlib
 import tyro
+from report_kernels import KernelResults, changes, full_tables, merged, summary_table
+from report_plots import relative_times, roofline_shares, times_by_size
 
 from fuselm.model.flops import MFU_FORMULA
 
@@ -23,21 +30,31 @@ import matplotlib.pyplot as plt
 
 COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
 MARKERS = ("<!-- steps -->", "<!-- /steps -->")
+KERNEL_MARKERS = ("<!-- kernels -->", "<!-- /kernels -->")
 NAMES = {"triton": "kernels=triton", "eager": "kernels=eager"}
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Make the table and the picture of whole training steps."""
+    """Make the tables and pictures, or compare two results."""
 
-    results: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """step_*.json files of bench_step.py."""
+    results: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """step_*.json files of bench_step.py, files of compare_kernels.py; of a row in several of them the last counts."""
 
     output: Path = Path("benchmarks/results")
-    """Folder for steps.md and steps.png."""
+    """Folder for the tables and pictures."""
 
     readme: Path | None = Path("README.md")
-    """Page whose table is replaced; None for no page."""
+    """Page for the steps' table and the kernels' summary; None for no page."""
+
+    performance: Path | None = Path("docs/performance.md")
+    """Page for all kernel tables; None for no page."""
+
+    compare: tuple[Path, Path] | None = None
+    """An old and a new file of compare_kernels.py."""
+
+    tolerance: float = 0.05
+    """What --compare lets pass: the fraction by which a median may differ beyond the spread."""
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
@@ -72,16 +89,16 @@ def markdown(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_table(page: str, table: str) -> str:
+def replace_table(page: str, table: str, markers: tuple[str, str] = MARKERS) -> str:
     """`page` with `table` between its markers.
 
     Raises:
         ValueError: the page lacks them.
     """
-    before, opening, rest = page.partition(MARKERS[0])
-    _, closing, after = rest.partition(MARKERS[1])
+    before, opening, rest = page.partition(markers[0])
+    _, closing, after = rest.partition(markers[1])
     if not (opening and closing):
-        raise ValueError(f"the page has no {MARKERS[0]} ... {MARKERS[1]} to put the table between")
+        raise ValueError(f"the page has no {markers[0]} ... {markers[1]} to put the table between")
     return f"{before}{opening}\n{table}{closing}{after}"
 
 
@@ -115,22 +132,66 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    """Reads the results, writes and prints the report."""
-    arguments = tyro.cli(Arguments)
-    results = [json.loads(path.read_text()) for path in arguments.results]
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    table = markdown(results)
-    (arguments.output / "steps.md").write_text(table)
-    picture(results, arguments.output / "steps.png")
-    written = [arguments.output / "steps.md", arguments.output / "steps.png"]
-    if arguments.readme is not None:
-        arguments.readme.write_text(replace_table(arguments.readme.read_text(), table))
-        written.append(arguments.readme)
+def _put(page: Path | None, table: str, markers: tuple[str, str]) -> list[Path]:
+    if page is None:
+        return []
+    page.write_text(replace_table(page.read_text(), table, markers))
+    return [page]
+
+
+def report_steps(results: list[dict[str, Any]], arguments: Arguments) -> list[Path]:
+    """Table and picture of whole steps; gives what was written."""
+    table, paths = markdown(results), [arguments.output / "steps.md", arguments.output / "steps.png"]
+    paths[0].write_text(table)
+    picture(results, paths[1])
     print(table)
+    return paths + _put(arguments.readme, table, MARKERS)
+
+
+def report_kernels(results: KernelResults, arguments: Arguments) -> list[Path]:
+    """Tables and pictures of kernels; gives what was written."""
+    summary, full = summary_table(results), full_tables(results)
+    paths = [arguments.output / "kernels.md", arguments.output / "kernels_full.md"]
+    for path, table in zip(paths, (summary, full), strict=True):
+        path.write_text(table)
+        print(table)
+    for draw in (relative_times, roofline_shares, times_by_size):
+        paths += draw(results, arguments.output)
+    paths += _put(arguments.readme, summary, KERNEL_MARKERS)
+    return paths + _put(arguments.performance, full, KERNEL_MARKERS)
+
+
+def gate(old: KernelResults, new: KernelResults, tolerance: float) -> int:
+    """Prints what changed; 1 if anything is worse, else 0."""
+    found = changes(old, new, tolerance)
+    for change in found:
+        print(f"{change.row}: {change.text}")
+    worse = sum(change.worse for change in found)
+    print(
+        f"{len(old.rows)} rows compared: {worse} worse, {len(found) - worse} faster, beyond spread and {tolerance:.0%}"
+    )
+    return int(worse > 0)
+
+
+def main() -> int:
+    """Reads the results, writes and prints the report, or compares."""
+    arguments = tyro.cli(Arguments)
+    if arguments.compare is not None:
+        old, new = (merged([json.loads(path.read_text())]) for path in arguments.compare)
+        return gate(old, new, arguments.tolerance)
+    facts = [json.loads(path.read_text()) for path in arguments.results]
+    if not facts:
+        raise SystemExit("error: no result files: name some, or two after --compare")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    written = []
+    if steps := [f for f in facts if "runs" in f]:
+        written += report_steps(steps, arguments)
+    if kernels := [f for f in facts if "runs" not in f]:
+        written += report_kernels(merged(kernels), arguments)
     for path in written:
         print(f"wrote {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

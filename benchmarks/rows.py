@@ -16,7 +16,7 @@ import torch
 from fuselm.kernels.specs.base import Case, KernelSpec
 from fuselm.kernels.specs.registry import SPECS
 
-FORWARD, BACKWARD, BOTH, STEP = "forward", "backward", "forward+backward", "step"
+FORWARD, BACKWARD, BOTH, STEP = "forward", "backward", "forward+backward", "clip+step"
 SPEC_OF: dict[str, KernelSpec] = {spec.name: spec for spec in SPECS}
 
 
@@ -104,8 +104,8 @@ def _llama_shapes(layers: int, dim: int, kv_dim: int, ffn: int, vocab: int) -> t
 def _adamw(mode: str, *goals: float, shapes: tuple[tuple[int, ...], ...] = ()) -> Row:
     shapes = shapes or _llama_shapes(16, 2048, 512, 8192, 128256)
     case = {"shapes": shapes, "mode": mode, "max_grad_norm": 1.0}
-    text = {"fp32": "all fp32", "bf16": "all bf16", "master": "bf16, fp32 moments and master"}[mode]
-    label = f"clip + step, {sum(torch.Size(s).numel() for s in shapes) / 1e9:.3f}e9 parameters, {text}"
+    text = {"fp32": "all fp32", "bf16": "all bf16", "master": "bf16, fp32 master and moments"}[mode]
+    label = f"{sum(torch.Size(s).numel() for s in shapes) / 1e9:.3f}e9, {text}"
     return Row("adamw", label, case, (STEP,), _goals((STEP,), goals))
 
 

@@ -127,21 +127,21 @@ def test_an_optimizer_is_checked_from_where_the_one_before_it_left():
         "decay": _optimizer("clip", weight_decay=5.0),
         "third": _optimizer("clip"),
     }
-    got = _run(ADAMW[0], makers)["step"].providers
+    got = _run(ADAMW[0], makers)[rows.STEP].providers
     assert {name: m.status.split(":")[0] for name, m in got.items()} == {
         "first": "ok",
         "second": "ok",
         "decay": "wrong",
         "third": "ok",
     }
-    unclipped = _run(ADAMW[0], {"unclipped": _optimizer("none")})["step"].providers["unclipped"]
+    unclipped = _run(ADAMW[0], {"unclipped": _optimizer("none")})[rows.STEP].providers["unclipped"]
     assert unclipped.status.startswith("wrong: first moments")
 
 
 @pytest.mark.parametrize("row", ADAMW, ids=lambda row: row.case["mode"])
 def test_our_optimizer_passes_and_torch_says_what_it_lacks(row):
     makers: Any = importlib.import_module("peers.registry").load_peers().makers["adamw"]
-    got = _run(row, {name: makers[name] for name in ("fuselm", "torch foreach")})["step"].providers
+    got = _run(row, {name: makers[name] for name in ("fuselm", "torch foreach")})[rows.STEP].providers
     assert got["fuselm"].status == "ok", got["fuselm"].status
     has = row.case["mode"] != "master"
     assert got["torch foreach"].status == "ok" if has else "no fp32 master" in got["torch foreach"].status
@@ -167,9 +167,9 @@ def test_a_backward_pass_that_cannot_be_repeated_is_not_timed_alone():
         ("cross_entropy 8192x128256", "forward+backward", 0.982),
         ("swiglu 32768x8192", "forward+backward", 1.003),
         ("rope 4x4096, 32+8 heads of 128", "forward+backward", 0.157),
-        ("adamw clip + step, 1.236e9 parameters, all fp32", "step", 9.23),
-        ("adamw clip + step, 1.236e9 parameters, all bf16", "step", 4.62),
-        ("adamw clip + step, 1.236e9 parameters, bf16, fp32 moments and master", "step", 8.7),
+        ("adamw 1.236e9, all fp32", "clip+step", 9.23),
+        ("adamw 1.236e9, all bf16", "clip+step", 4.62),
+        ("adamw 1.236e9, bf16, fp32 master and moments", "clip+step", 8.7),
     ],
 )
 def test_bytes_are_those_of_the_floor(name, direction, floor_ms):

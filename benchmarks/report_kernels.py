@@ -1,0 +1,321 @@
+"""Tables of compare_kernels.py's results, and the comparison of two result files."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+OURS = "fuselm"
+Row = dict[str, Any]
+Key = tuple[str, str, str]
+
+
+@dataclass
+class KernelResults:
+    """Rows of one or several result files, a later file's in the place of an earlier one's.
+
+    Attributes:
+        rows: (op, label, direction) -> row.
+        sources: where and with what the files were measured.
+        missing: peer -> why it was not there.
+        left_out: rows that no file has, for want of time.
+        shows_gpu: False if any file is of small shapes or of a machine without a GPU.
+    """
+
+    rows: dict[Key, Row] = field(default_factory=dict)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    shows_gpu: bool = True
+
+
+def key_of(row: Row) -> Key:
+    """What names a row."""
+    return row["op"], row["label"], row["direction"]
+
+
+def merged(files: Iterable[dict[str, Any]]) -> KernelResults:
+    """The files as one."""
+    results = KernelResults()
+    left_out: list[str] = []
+    for facts in files:
+        results.rows |= {key_of(row): row for row in facts["rows"]}
+        results.sources.append({k: facts[k] for k in ("environment", "peers", "ceilings")})
+        results.missing |= facts["missing"]
+        results.shows_gpu &= facts["shows_gpu"]
+        left_out += facts["left_out"]
+    there = {f"{op} {label}" for op, label, _ in results.rows}
+    results.left_out = sorted(set(left_out) - there)
+    return results
+
+
+def is_ours(provider: str) -> bool:
+    """Whether it is this project's, in whatever form."""
+    return provider.split(",")[0] == OURS
+
+
+def peers_of(row: Row) -> dict[str, Row]:
+    """The peers that were right and were timed."""
+    return {name: m for name, m in row["providers"].items() if not is_ours(name) and m["status"] == "ok" and m["ms"]}
+
+
+def best_peer(row: Row) -> str | None:
+    """The fastest of them."""
+    peers = peers_of(row)
+    return min(peers, key=lambda name: peers[name]["ms"]) if peers else None
+
+
+def ours(row: Row) -> Row | None:
+    """Our measurement, where it was right and was timed."""
+    measured = row["providers"].get(OURS)
+    return measured if measured and measured["status"] == "ok" and measured["ms"] else None
+
+
+def speed_ratio(row: Row) -> float | None:
+    """Best peer's time over ours: above 1 we are faster; None where one of the two is not there."""
+    best, mine = best_peer(row), ours(row)
+    return row["providers"][best]["ms"] / mine["ms"] if best and mine else None
+
+
+def milliseconds(ms: float | None) -> str:
+    """Four digits."""
+    if ms is None:
+        return ""
+    return f"{ms:.{max(0, min(4, 3 - math.floor(math.log10(ms))))}f}"
+
+
+def _by_op(results: KernelResults) -> dict[str, list[Row]]:
+    grouped: dict[str, list[Row]] = {}
+    for row in results.rows.values():
+        grouped.setdefault(row["op"], []).append(row)
+    return grouped
+
+
+def _named(row: Row) -> str:
+    return f"{row['label']} {row['direction']}"
+
+
+def summary_table(results: KernelResults) -> str:
+    """A line a kernel over its round sizes: how often it is ahead, on average and at worst. Ends with where it was
+    measured."""
+    lines = [
+        "| kernel | rows | speed against the best peer of each row, geometric mean | worst row | rows behind |",
+        "|---|---|---|---|---|",
+    ]
+    for op, rows in _by_op(results).items():
+        rows = [row for row in rows if not row["odd"]]
+        ratios = {_named(row): ratio for row in rows if (ratio := speed_ratio(row)) is not None}
+        failed = [_named(row) for row in rows if ours(row) is None]
+        if not rows:
+            continue
+        if not ratios:
+            lines.append(f"| {op} | {len(rows)} | no peer | | {_count(failed, 'failed')} |")
+            continue
+        worst = min(ratios, key=lambda name: ratios[name])
+        row = next(row for row in rows if _named(row) == worst)
+        behind = _count([n for n, ratio in ratios.items() if ratio < 1], "")
+        lines.append(
+            f"| {op} | {len(rows)} | {statistics.geometric_mean(ratios.values()):.2f}x | "
+            f"{ratios[worst]:.2f}x, {worst}, {best_peer(row)} | {behind}{', ' if failed else ''}"
+            f"{_count(failed, 'failed') if failed else ''} |"
+        )
+    return "\n".join([*lines, "", *sources(results)]) + "\n"
+
+
+def _count(names: list[str], word: str) -> str:
+    return f"{len(names)} {word}".strip()
+
+
+def sources(results: KernelResults) -> list[str]:
+    """Card, versions and commit, once where the files agree."""
+    seen: list[str] = []
+    for source in results.sources:
+        facts = source["environment"]
+        driver = f", driver {facts['driver']}" if "driver" in facts else ""
+        peers = ", ".join(f"{name} {version}" for name, version in sorted(source["peers"].items()))
+        line = f"{facts['card']}{driver}, commit {facts['commit']}; {peers}."
+        if line not in seen:
+            seen.append(line)
+    if not results.shows_gpu:
+        seen.append("Small shapes, or no GPU: these figures show nothing about GPUs.")
+    return seen
+
+
+def _others(row: Row, best: str | None) -> str:
+    """Everyone else: times, then what failed, in the same words as in the file."""
+    cells = []
+    for name, m in row["providers"].items():
+        if name in (OURS, best):
+            continue
+        time = f" {milliseconds(m['ms'])}" if m["ms"] else ""
+        state = "" if m["status"] == "ok" else f" ({_short(m['status'])})"
+        cells.append(f"{name}{time}{state}")
+    return "; ".join(cells)
+
+
+def _short(status: str) -> str:
+    """A status as one table cell: no column borders, not longer than a line."""
+    text = status.replace("|", "/")
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _rate(row: Row, m: Row) -> str:
+    if m["tflops"]:
+        return f"{m['tflops']:,.0f} TFLOP/s"
+    return f"{m['gb_s']:,.0f} GB/s" if m["gb_s"] else ""
+
+
+def full_tables(results: KernelResults) -> str:
+    """A table an op, a line a row and direction, round sizes first."""
+    lines: list[str] = []
+    columns = (
+        "shape", "pass", "fuselm ms", "in a CUDA graph", "rate", "of ceiling", "extra memory", "best peer",
+        "its extra memory", "best peer / fuselm", "goal ms", "others, ms",
+    )  # fmt: skip
+    for op, rows in _by_op(results).items():
+        lines += [f"### {op}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for row in sorted(rows, key=lambda row: row["odd"]):
+            best = best_peer(row)
+            mine = row["providers"].get(OURS)
+            cells = [row["label"], row["direction"]]
+            if mine and mine["ms"]:
+                share = f"{mine['share']:.0%}" if mine["share"] else ""
+                cells += [milliseconds(mine["ms"]), milliseconds(mine["graph_ms"]), _rate(row, mine), share]
+                cells += [_memory(mine)]
+            else:
+                cells += [_short(mine["status"]) if mine else "not measured", "", "", "", ""]
+            if best:
+                peer = row["providers"][best]
+                graph = f" ({milliseconds(peer['graph_ms'])} in a graph)" if peer["graph_ms"] else ""
+                cells += [f"{best} {milliseconds(peer['ms'])}{graph}", _memory(peer)]
+            else:
+                cells += ["", ""]
+            ratio = speed_ratio(row)
+            cells += ["" if ratio is None else f"{ratio:.2f}x", _goal(row, mine), _others(row, best)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    lines += [*_odd_sizes(results), *_compiled(results)]
+    if results.missing:
+        reasons = "; ".join(f"{name} ({_short(reason)})" for name, reason in results.missing.items())
+        lines += [f"Not compared: {reasons}.", ""]
+    if results.left_out:
+        lines += [f"Left out, no time: {'; '.join(results.left_out)}.", ""]
+    ceilings = results.sources[-1]["ceilings"]
+    if ceilings["copy_gb_s"]:
+        lines += [
+            f"Ceilings of the card in the same run: copy {ceilings['copy_gb_s']:,.0f} GB/s (read plus written), bf16 "
+            f"matmul of 8192³ {ceilings['matmul_tflops']:,.0f} TFLOP/s.",
+            "",
+        ]
+    return "\n".join([*lines, *sources(results)]) + "\n"
+
+
+def _memory(m: Row) -> str:
+    return "" if m["extra_gib"] is None else f"{m['extra_gib']:.2f} GiB"
+
+
+def _goal(row: Row, mine: Row | None) -> str:
+    if row["goal_ms"] is None:
+        return ""
+    met = mine is not None and mine["ms"] is not None and mine["ms"] <= row["goal_ms"]
+    return f"{row['goal_ms']:g} {'met' if met else 'missed'}"
+
+
+def odd_slowdowns(results: KernelResults) -> dict[str, float]:
+    """Row -> time by the work done, over that of the round size beside it: 1.0 is as fast."""
+    found = {}
+    for row in results.rows.values():
+        beside = results.rows.get((row["op"], row["near"], row["direction"]))
+        if not row["near"] or beside is None:
+            continue
+        this, that = ours(row), ours(beside)
+        if this and that:
+            work = "flops" if row["flops"] else "bytes"
+            found[f"{row['op']} {_named(row)}"] = (this["ms"] / row[work]) / (that["ms"] / beside[work])
+    return found
+
+
+def _odd_sizes(results: KernelResults) -> list[str]:
+    slowdowns = odd_slowdowns(results)
+    if not slowdowns:
+        return []
+    lines = ["### Sizes off the block borders", "", "| row | time for the same work, round size = 1 |", "|---|---|"]
+    return [*lines, *(f"| {name} | {slowdown:.2f} |" for name, slowdown in slowdowns.items()), ""]
+
+
+def _compiled(results: KernelResults) -> list[str]:
+    lines = [
+        "### Inside torch.compile",
+        "",
+        "| row | eager launch, ms | compiled, ms | compiled / eager |",
+        "|---|---|---|---|",
+    ]
+    rows = [row for row in results.rows.values() if f"{OURS}, compiled" in row["providers"]]
+    for row in rows:
+        compiled, mine = row["providers"][f"{OURS}, compiled"], ours(row)
+        which = "graph_ms" if mine and mine["graph_ms"] and compiled["graph_ms"] else "ms"
+        if mine and compiled[which]:
+            cells = milliseconds(mine[which]), milliseconds(compiled[which]), f"{compiled[which] / mine[which]:.2f}"
+        else:
+            cells = (_short(mine["status"]) if mine else "", _short(compiled["status"]), "")
+        lines.append(f"| {row['op']} {_named(row)} | {' | '.join(cells)} |")
+    return [*lines, "", "Of short calls both are replayed from a CUDA graph.", ""] if rows else []
+
+
+@dataclass
+class Change:
+    """A row that changed between two result files by more than its spread.
+
+    Attributes:
+        row: its name.
+        text: what changed.
+        worse: whether the gate closes for it.
+    """
+
+    row: str
+    text: str
+    worse: bool
+
+
+def _drifts(before: Row, after: Row) -> list[float]:
+    """New over old time of each peer that is in both."""
+    then, now = peers_of(before), peers_of(after)
+    return [now[name]["ms"] / then[name]["ms"] for name in then if name in now]
+
+
+def changes(old: KernelResults, new: KernelResults, tolerance: float) -> list[Change]:
+    """Compares our times, each first divided by the median change of the same row's peers, or where it has fewer than
+    three by that of all rows' peers: a card drifts by more than many a change. A time counts as changed if the
+    intervals of 20 to 80 % are apart and the medians by `tolerance` (a fraction); memory if it grew by that. A row that
+    is gone, or fails now, is worse.
+    """
+    found: list[Change] = []
+    everywhere = [d for key, row in old.rows.items() if key in new.rows for d in _drifts(row, new.rows[key])]
+    for key, before in old.rows.items():
+        name, after = " ".join(key), new.rows.get(key)
+        then = ours(before)
+        if then is None:
+            continue
+        now = ours(after) if after else None
+        if after is None or now is None:
+            status = after["providers"].get(OURS, {}).get("status", "not measured") if after else "not measured"
+            found.append(Change(name, status, True))
+            continue
+        drifts = _drifts(before, after)
+        drift = statistics.median(drifts if len(drifts) >= 3 else everywhere or [1.0])
+        low, middle, high = (now[part] / drift for part in ("low_ms", "ms", "high_ms"))
+        text = f"{milliseconds(then['ms'])} -> {milliseconds(middle)} ms"
+        text += f" (measured {milliseconds(now['ms'])}, peers x{drift:.3f})"
+        if low > then["high_ms"] and middle > then["ms"] * (1 + tolerance):
+            found.append(Change(name, f"slower: {text}", True))
+        elif high < then["low_ms"] and middle < then["ms"] * (1 - tolerance):
+            found.append(Change(name, f"faster: {text}", False))
+        if then["extra_gib"] is not None and now["extra_gib"] is not None:
+            grown = now["extra_gib"] - then["extra_gib"]
+            if grown > max(tolerance * then["extra_gib"], 2.0**-10):
+                text = f"more memory: {then['extra_gib']:.3f} -> {now['extra_gib']:.3f} GiB"
+                found.append(Change(name, text, True))
+    return found

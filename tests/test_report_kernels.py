@@ -1,0 +1,177 @@
+"""The report of the kernel comparison: losses and failures are in it, and the gate closes for what got worse."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from typing import Any
+
+import pytest
+
+# Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
+report: Any = importlib.import_module("report")
+tables: Any = importlib.import_module("report_kernels")
+
+
+def _measured(ms: float | None, status: str = "ok", **more: Any) -> dict[str, Any]:
+    facts = {"status": status, "ms": ms, "low_ms": ms and ms * 0.99, "high_ms": ms and ms * 1.01, "graph_ms": None}
+    facts |= {"graph_note": "", "gb_s": ms and 100 / ms, "tflops": None, "share": ms and 0.5 / ms, "extra_gib": 0.5}
+    return facts | more
+
+
+def _row(op: str, label: str, providers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    row = {"op": op, "label": label, "direction": "forward", "dtype": "bfloat16", "bytes": 10**8, "flops": 0}
+    return row | {"goal_ms": None, "near": "", "odd": False, "rounds": 5, "providers": providers} | more
+
+
+def _facts(*rows: Any, **more: Any) -> dict[str, Any]:
+    facts = {"environment": {"card": "A card", "driver": "1.2", "commit": "abc"}, "peers": {"liger-kernel": "0.8.5"}}
+    facts |= {"missing": {"apex": "ModuleNotFoundError"}, "shows_gpu": True, "left_out": [], "rows": list(rows)}
+    return facts | {"ceilings": {"copy_gb_s": 4280.0, "matmul_tflops": 700.0}} | more
+
+
+FACTS = _facts(
+    _row("norm", "64x64", {"fuselm": _measured(1.0), "eager": _measured(4.0), "Liger": _measured(2.0)}, goal_ms=1.5),
+    _row(
+        "norm",
+        "128x64",
+        {
+            "fuselm": _measured(2.0),
+            "Liger": _measured(1.0, "wrong: output 0"),
+            "QuACK": _measured(None, "failed: RuntimeError: a | b"),
+            "eager": _measured(1.0),
+            "fuselm, in place": _measured(0.5),
+        },
+        goal_ms=1.5,
+    ),
+    _row("norm", "65x64", {"fuselm": _measured(1.2), "eager": _measured(4.0)}, odd=True, near="64x64"),
+    _row("loss", "8x8", {"fuselm": _measured(None, "failed: output 0: error 1"), "eager": _measured(1.0)}),
+    left_out=["norm 64x64", "loss 9x9"],
+)
+
+
+def test_the_summary_counts_losses_and_failures():
+    lines = tables.summary_table(tables.merged([FACTS])).splitlines()
+    # 2.0 and 0.5 against the best peer that was right: the wrong one and ours in place do not count.
+    assert "| norm | 2 | 1.00x | 0.50x, 128x64 forward, eager | 1 |" in lines
+    assert "| loss | 1 | no peer | | 1 failed |" in lines
+    assert lines[-1] == "A card, driver 1.2, commit abc; liger-kernel 0.8.5."
+
+
+def test_the_full_table_has_every_provider_and_what_went_wrong():
+    text = tables.full_tables(tables.merged([FACTS]))
+    first, second, failed = (
+        next(line for line in text.splitlines() if line.startswith(f"| {label} "))
+        for label in ("64x64", "128x64", "8x8")
+    )
+    assert "| Liger 2.000 | 0.50 GiB | 2.00x | 1.5 met | eager 4.000 |" in first
+    assert "| eager 1.000 | 0.50 GiB | 0.50x | 1.5 missed |" in second
+    assert "Liger 1.000 (wrong: output 0); QuACK (failed: RuntimeError: a / b); fuselm, in place 0.5000 |" in second
+    assert failed.startswith("| 8x8 | forward | failed: output 0: error 1 |")
+    assert all(line.count("|") == 13 for line in text.splitlines() if line.startswith(("| 64x64", "| 128x64", "| 8x8")))
+    assert "| norm 65x64 forward | 1.20 |" in text
+    assert "Not compared: apex (ModuleNotFoundError)." in text
+    assert "Left out, no time: loss 9x9." in text  # the other one is there
+    assert "4,280 GB/s" in text
+
+
+def test_a_later_file_replaces_rows_and_both_sources_are_named():
+    later = _facts(
+        _row("norm", "64x64", {"fuselm": _measured(4.0), "Liger": _measured(2.0)}),
+        environment={"card": "Another card", "commit": "def"},
+        shows_gpu=False,
+    )
+    text = tables.summary_table(tables.merged([FACTS, later]))
+    assert "| norm | 2 | 0.50x | 0.50x" in text and "| 2 |" in text
+    assert "A card, driver 1.2, commit abc" in text and "Another card, commit def" in text
+    assert "show nothing about GPUs" in text
+
+
+def _changed(provider: str, factor: float, **more: Any) -> dict[str, Any]:
+    facts = copy.deepcopy(FACTS)
+    measured = facts["rows"][0]["providers"][provider]
+    for part in ("ms", "low_ms", "high_ms"):
+        measured[part] *= factor
+    measured |= more
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "line"),
+    [
+        (FACTS, 0, "0 worse, 0 faster"),
+        (_changed("fuselm", 1.2), 1, "norm 64x64 forward: slower: 1.000 -> 1.200 ms"),
+        (_changed("fuselm", 0.8), 0, "norm 64x64 forward: faster: 1.000 -> 0.8000 ms"),
+        (_changed("fuselm", 1.04), 0, "0 worse, 0 faster"),
+        (_changed("fuselm", 1.2, low_ms=1.0), 0, "0 worse, 0 faster"),
+        (_changed("fuselm", 1.0, extra_gib=0.6), 1, "more memory: 0.500 -> 0.600 GiB"),
+        (_changed("fuselm", 1.0, status="failed: output 0"), 1, "norm 64x64 forward: failed: output 0"),
+        (_facts(*FACTS["rows"][1:]), 1, "norm 64x64 forward: not measured"),
+    ],
+)
+def test_the_gate(facts, code, line, tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, content in zip(paths, (FACTS, facts), strict=True):
+        path.write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["report.py", "--compare", *map(str, paths)])
+    assert report.main() == code
+    assert line in capsys.readouterr().out
+
+
+def test_the_gate_takes_out_what_the_card_did_to_everyone():
+    slower = copy.deepcopy(FACTS)
+    for row in slower["rows"]:
+        for measured in row["providers"].values():
+            for part in ("ms", "low_ms", "high_ms"):
+                measured[part] = measured[part] and measured[part] * 1.3
+    old = tables.merged([FACTS])
+    assert tables.changes(old, tables.merged([slower]), 0.05) == []
+    assert tables.changes(old, tables.merged([_changed("Liger", 0.7)]), 0.05) == []  # one peer is no drift
+    slower["rows"][0]["providers"]["fuselm"] = _measured(1.6)
+    (change,) = tables.changes(old, tables.merged([slower]), 0.05)
+    assert change.worse and "1.000 -> 1.231 ms (measured 1.600, peers x1.300)" in change.text
+
+
+def test_the_pages_and_pictures_are_written(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "kernels.json"
+    results.write_text(json.dumps(FACTS))
+    page = tmp_path / "page.md"
+    page.write_text("# Speed\n\n<!-- kernels -->\nold\n<!-- /kernels -->\nafter\n")
+    other = tmp_path / "other.md"
+    other.write_text(page.read_text())
+    command = ["report.py", str(results), "--output", str(tmp_path), "--readme", str(page), "--performance", str(other)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert report.main() == 0
+    summary = (tmp_path / "kernels.md").read_text()
+    assert page.read_text() == f"# Speed\n\n<!-- kernels -->\n{summary}<!-- /kernels -->\nafter\n"
+    assert "### Sizes off the block borders" in other.read_text()
+    for name in ("kernels", "kernels_roofline", "kernels_time"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()[:1000]
+    page.write_text("# Speed")
+    with pytest.raises(ValueError, match="has no <!-- kernels -->"):
+        report.main()
+    monkeypatch.setattr(sys, "argv", ["report.py"])
+    with pytest.raises(SystemExit, match="no result files"):
+        report.main()
+
+
+@pytest.mark.parametrize(("ms", "text"), [(0.03456, "0.0346"), (0.5, "0.5000"), (1.2345, "1.234"), (39.84, "39.84")])
+def test_times_have_four_digits(ms, text):
+    assert tables.milliseconds(ms) == text
+
+
+def test_the_committed_pages_show_the_committed_results():
+    """Whatever kernels*.json lies in benchmarks/results is what kernels.md and the pages say."""
+    results = report.Path(report.__file__).parent / "results"
+    files = sorted(results.glob("kernels*.json"))
+    facts = [json.loads(path.read_text()) for path in files]
+    page = (results.parents[1] / "README.md").read_text()
+    if facts:
+        summary = tables.summary_table(tables.merged(facts))
+        assert (results / "kernels.md").read_text() == summary
+        assert report.replace_table(page, summary, report.KERNEL_MARKERS) == page
+    else:
+        assert "geometric mean" not in page  # no figures without a result file
