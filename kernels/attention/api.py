@@ -9,10 +9,10 @@ import torch
 
 from fuselm.kernels._triton import Backend
 from fuselm.kernels.attention import ops
-from fuselm.kernels.attention.dispatch import KernelChoice, explain_kernel
+from fuselm.kernels.attention.dispatch import KernelChoice, explain_kernel, prefer_hopper, runs_reference
 from fuselm.kernels.attention.reference import attention_reference
 
-__all__ = ["KernelChoice", "attention", "attention_reference", "explain_kernel"]
+__all__ = ["KernelChoice", "attention", "attention_reference", "explain_kernel", "prefer_hopper"]
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
@@ -161,7 +161,7 @@ def attention(
             kernel does not: its grid follows from the number of tokens.
         max_seqlen_k: the same for the keys.
         deterministic: asks for the same bits in every run. The portable kernel and the reference on a CPU always give
-            them.
+            them; of the Hopper kernels the backward one does not (its dq), so that the portable one runs instead.
         return_lse: also return the log-sum-exp of the scores, which is differentiable.
         backend: "auto", "triton" or "reference".
 
@@ -188,7 +188,7 @@ def attention(
     elif cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q: expected both, or neither for unpacked tensors")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if explain_kernel(q.device, dtype=q.dtype, head_dim=q.shape[-1], backend=backend).name == "reference":
+    if runs_reference(q.device, q.dtype, backend):
         out, lse = attention_reference(
             q,
             k,
@@ -208,7 +208,7 @@ def attention(
             q, k, v = q[None], k[None], v[None]
             cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()  # read without strides
         out, lse2 = ops.attention_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window or 0, softcap or 0.0
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window or 0, softcap or 0.0, deterministic
         )
         if packed:
             out, lse2 = out[0], lse2[0]

@@ -11,7 +11,23 @@ from typing import Any
 
 import torch
 
-from fuselm.kernels.attention.dispatch import KERNELS, explain_kernel
+from fuselm.kernels.attention.dispatch import KERNELS, Direction, explain_kernel
+
+
+def _choose(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, deterministic: bool, direction: Direction
+) -> Any:
+    choice = explain_kernel(
+        q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        backend="triton",
+        softcap=softcap,
+        direction=direction,
+        deterministic=deterministic,
+        tensors=(q, k, v),
+    )
+    return KERNELS[choice.name][0 if direction == "forward" else 1]
 
 
 @torch.library.custom_op("fuselm::attention_forward", mutates_args=())
@@ -25,8 +41,9 @@ def attention_forward(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    forward, _ = KERNELS[explain_kernel(q.device, dtype=q.dtype, head_dim=q.shape[-1], backend="triton").name]
+    forward = _choose(q, k, v, softcap, deterministic, "forward")
     return forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
 
 
@@ -45,8 +62,9 @@ def attention_backward(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, backward = KERNELS[explain_kernel(q.device, dtype=q.dtype, head_dim=q.shape[-1], backend="triton").name]
+    backward = _choose(q, k, v, softcap, deterministic, "backward")
     return backward(dout, dlse2, q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
 
 
@@ -61,6 +79,7 @@ def _(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, queries, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=torch.float32)
@@ -81,6 +100,7 @@ def _(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -94,12 +114,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse2: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dout is None and dlse2 is None:
-        return (None,) * 9
+        return (None,) * 10
     q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     if dout is None:  # only the lse2 was used
         dout = torch.zeros_like(out)
     dq, dk, dv = attention_backward(dout, dlse2, q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k, *ctx.options)
-    return dq, dk, dv, *(None,) * 6
+    return dq, dk, dv, *(None,) * 7
 
 
 torch.library.register_autograd("fuselm::attention_forward", _backward, setup_context=_setup)

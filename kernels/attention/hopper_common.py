@@ -1,0 +1,295 @@
+"""Parts that the Hopper attention kernels share: Gluon's names across Triton versions, TMA descriptors, tile schedules.
+
+Gluon (triton.experimental.gluon) writes what `tl` leaves to the compiler: which warps load, which multiply, in which
+registers. It runs on a GPU only, never in the interpreter. The index arithmetic below is therefore written in operators
+that Python's ints understand as well: tests call the functions with ints (`python_function`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuselm.kernels._triton import HAVE_TRITON, jit, tl
+from fuselm.kernels.attention.tiles import locate
+
+HAVE_GLUON = HAVE_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None
+
+if TYPE_CHECKING or HAVE_GLUON:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+else:
+    gluon = SimpleNamespace(jit=lambda f=None, **_: f if f is not None else lambda g: g)
+    language, hopper, TensorDescriptor = SimpleNamespace(), SimpleNamespace(mbarrier=None, tma=None), None
+
+# Any: a type checker would reject ints passed for constexpr.
+gluon_jit: Any = gluon.jit
+gl: Any = language
+mbarrier: Any = hopper.mbarrier
+tma: Any = hopper.tma
+fence_async_shared: Any = getattr(hopper, "fence_async_shared", None)
+warpgroup_mma: Any = getattr(hopper, "warpgroup_mma", None)
+warpgroup_mma_wait: Any = getattr(hopper, "warpgroup_mma_wait", None)
+# Triton 3.6 names the copies by where they go; later ones call them loads and stores.
+tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
+tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
+if HAVE_GLUON and not hasattr(tma, "async_atomic_add"):  # Triton 3.6 has the operation, without a Python name
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def _reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+    tma_reduce_add: Any = _reduce_add
+else:
+    tma_reduce_add: Any = getattr(tma, "async_atomic_add", None)
+
+
+LOG2E = 1.4426950408889634
+RAGGED = 2**30  # rows that a ragged descriptor counts; also the coordinate that its outermost dimension stays at
+_RAGGED_BOUND = 0x7FFF0000
+TABLE_COLUMNS = 8  # ints an entry of a tile table: six, padded to 32 bytes
+
+
+def python_function(function: Any) -> Any:
+    """The Python function inside a jitted one, for index arithmetic on plain ints."""
+    return getattr(function, "fn", function)
+
+
+# --- Descriptors -------------------------------------------------------------------------------------------------
+
+
+def tma_refusal(name: str, x: torch.Tensor) -> str | None:
+    """Why TMA cannot address the (batch, rows, heads, head_dim) tensor `x`, or None where it can."""
+    if x.stride(-1) != 1:
+        return f"the last dimension of {name} has stride {x.stride(-1)}"
+    if x.data_ptr() % 16:
+        return f"{name} does not begin at a multiple of 16 bytes"
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        # The stride of a dimension of one element is never used; `rows_descriptor` puts another in its place.
+        if size > 1 and (stride <= 0 or stride * x.element_size() % 16 or stride * x.element_size() >= 2**40):
+            return f"{name} has strides {tuple(x.stride())}: TMA needs multiples of 16 bytes"
+    return None
+
+
+def _descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+def rows_descriptor(x: torch.Tensor, rows: int, ragged: bool) -> Any:
+    """Descriptor of tiles of `rows` rows of one head of a (batch, rows, heads, head_dim) tensor.
+
+    A load beyond the last row gives zeros, a store there is dropped. A ragged descriptor (batch 1) does so at the end
+    of each document: rows are addressed from the end, as RAGGED - length + row in a dimension of RAGGED rows, plus
+    begin + length in a further dimension of the same stride; an outermost dimension, always at RAGGED, has a stride
+    that takes RAGGED rows off again when the address wraps around at 2^64 (the way that triton_kernels does it).
+    """
+    heads, head_dim = x.shape[2:]
+    aligned = 16 // x.element_size()
+    strides = [s if n > 1 else aligned for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    if not ragged:
+        return _descriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, head_dim])
+    shape = [_RAGGED_BOUND, _RAGGED_BOUND, RAGGED, heads, head_dim]
+    return _descriptor(x, shape, [2**34 - strides[1], strides[1], *strides[1:], 1], [1, 1, rows, 1, head_dim])
+
+
+def flat_descriptor(x: torch.Tensor, block: list[int]) -> Any:
+    """Descriptor of blocks of a contiguous tensor of one or two dimensions."""
+    return _descriptor(x, list(x.shape), list(x.stride()), block)
+
+
+@gluon_jit
+def load_rows(desc, batch, begin, length, row, head, barrier, destination, PACKED: tl.constexpr):
+    """Loads a tile of rows; `row` counts within the document of `length` rows that starts at row `begin`."""
+    if PACKED:
+        tma_load(desc, [1073741824, begin + length, 1073741824 - length + row, head, 0], barrier, destination)
+    else:
+        tma_load(desc, [batch, row, head, 0], barrier, destination)
+
+
+@gluon_jit
+def store_rows(desc, batch, begin, length, row, head, source, PACKED: tl.constexpr):
+    """Stores a tile of rows, leaving out those beyond the document."""
+    if PACKED:
+        tma_store(desc, [1073741824, begin + length, 1073741824 - length + row, head, 0], source)
+    else:
+        tma_store(desc, [batch, row, head, 0], source)
+
+
+@gluon_jit
+def ring(desc, COUNT: tl.constexpr):
+    """Shared memory for COUNT blocks of a descriptor."""
+    lead: tl.constexpr = gl.constexpr([COUNT])
+    return gl.allocate_shared_memory(desc.dtype, lead + desc.block_type.shape, desc.layout)
+
+
+@gluon_jit
+def barrier_ring(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
+    """COUNT barriers whose phase ends with ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon_jit
+def matrix(buffer):
+    """A buffer of a descriptor's block shape, [1, rows, 1, head_dim] or with one more 1, as [rows, head_dim]."""
+    rows: tl.constexpr = buffer.shape[len(buffer.shape) - 3]
+    columns: tl.constexpr = buffer.shape[len(buffer.shape) - 1]
+    layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], buffer.dtype)
+    return buffer._reinterpret(buffer.dtype, [rows, columns], layout)
+
+
+# --- Schedules ---------------------------------------------------------------------------------------------------
+
+
+@gluon_jit
+def positions_of(program, programs, positions):
+    """How many of `positions` places a persistent program takes."""
+    rounds = positions // programs
+    rest = positions - rounds * programs
+    place = program + rounds % 2 * (programs - 1 - 2 * program)
+    return rounds + max(min(rest - place, 1), 0)
+
+
+@gluon_jit
+def position_at(program, programs, step):
+    """The place that a program takes in round `step`. Every second round goes backwards: with the places sorted by
+    length, who took the longest of one round takes the shortest of the next."""
+    return step * programs + program + step % 2 * (programs - 1 - 2 * program)
+
+
+@gluon_jit
+def tile_and_head(position, heads, section, tiles):
+    """(tile, head over all batches) of a place: sections of `section` heads one after the other, so that the keys and
+    values in use fit in L2; within a section the heads of a tile side by side, and the last tile first."""
+    number = position // (section * tiles)
+    inside = position - number * section * tiles
+    size = min(section, heads - number * section)
+    order = inside // size
+    return tiles - 1 - order, number * section + inside - order * size
+
+
+@gluon_jit
+def key_blocks(
+    first,
+    rows,
+    keys,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Key blocks that queries [first, first + ROWS) meet: (begin, full begin, full end, count), in blocks.
+
+    Blocks begin .. begin + count - 1 are visited; those outside [full begin, full end) need a mask. One block at least,
+    all masked where there is no key to see, so that no case needs a path of its own.
+    """
+    shift = keys - rows
+    last = min(first + ROWS, rows) - 1
+    begin = first * 0
+    full_begin = first * 0
+    end = keys
+    full_end = keys // BLOCK_N
+    if CAUSAL:
+        end = min(end, max(last + shift + 1, 0))
+        full_end = min(full_end, max(first + shift + 1, 0) // BLOCK_N)
+    if WINDOW:
+        begin = max(first + shift - window + 1, 0) // BLOCK_N
+        full_begin = (max(last + shift - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    count = max((end + BLOCK_N - 1) // BLOCK_N - begin, 1)
+    return begin, full_begin, full_end, count
+
+
+@gluon_jit
+def split_blocks(begin, full_begin, full_end, count):
+    """Visits 0 .. count - 1 go from the last block to the first: those in [from, to) need no mask. The first never is
+    among them."""
+    full_from = max(min(begin + count - full_end, count), 1)
+    full_to = max(min(begin + count - full_begin, count), full_from)
+    return full_from, full_to
+
+
+@gluon_jit
+def query_blocks(
+    first,
+    rows,
+    queries,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Query blocks that keys [first, first + ROWS) meet: (begin, full begin, full end, count), in blocks.
+
+    As `key_blocks`, but count may be 0. Queries beyond the last need no mask, as their lse is +inf; keys beyond the
+    last do, in every block.
+    """
+    shift = rows - queries
+    last = min(first + ROWS, rows) - 1
+    begin = first * 0
+    full_begin = first * 0
+    end = queries
+    full_end = (queries + BLOCK_M - 1) // BLOCK_M
+    if CAUSAL:
+        begin = max(first - shift, 0) // BLOCK_M
+        full_begin = (max(last - shift, 0) + BLOCK_M - 1) // BLOCK_M
+    if WINDOW:
+        end = min(end, max(last - shift + window, 0))
+        full_end = min(full_end, max(first - shift + window, 0) // BLOCK_M)
+    whole = max(min(rows - first - ROWS + 1, 1), 0)
+    count = max((end + BLOCK_M - 1) // BLOCK_M - begin, 0)
+    return begin, full_begin, full_end * whole, count
+
+
+@gluon_jit
+def place_of(tile, table_ptr, rows, others, PACKED: tl.constexpr, ROWS: tl.constexpr):
+    """What `locate` gives for a tile, and the document's number: from the table of `tile_table` with documents."""
+    if PACKED:
+        entry = table_ptr + tile * 8
+        first, length, begin = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+        return first, length, begin, gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+    else:
+        return tile * ROWS, rows, tile * 0, others, tile * 0, tile * 0
+
+
+@jit
+def _tile_table_kernel(table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    first, length, begin, other_length, other_begin = locate(
+        tile, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
+    )
+    entry = table_ptr + tile * 8
+    tl.store(entry, first)
+    tl.store(entry + 1, length)
+    tl.store(entry + 2, begin)
+    tl.store(entry + 3, other_length)
+    tl.store(entry + 4, other_begin)
+    tl.store(entry + 5, tile - begin // BLOCK - first // BLOCK)
+
+
+def tile_table(
+    cu_rows: torch.Tensor | None, cu_others: torch.Tensor | None, rows: int, others: int, block: int
+) -> tuple[torch.Tensor | None, int]:
+    """The tiles of `block` rows over packed documents, as `locate` counts them: (tiles, TABLE_COLUMNS) int32 with
+    first row within the document, rows of the document, where they begin, others, where they begin, number of the
+    document; and how many tiles there are. Without documents (None, tiles)."""
+    if cu_rows is None or cu_others is None:
+        return None, -(-rows // block)
+    tiles = rows // block + cu_rows.shape[0]
+    table = torch.empty((tiles, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
+    _tile_table_kernel[(tiles,)](
+        table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, BLOCK=block, num_warps=1
+    )
+    return table, tiles

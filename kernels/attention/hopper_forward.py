@@ -1,0 +1,344 @@
+"""Attention forward on Hopper, in Gluon, after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+
+A producer warp loads tiles by TMA into rings of shared memory; two or three consumer warpgroups of 64 queries each
+multiply. The product Q·Kᵀ of a block is issued before P·V of the one before, so that the softmax of one block runs
+beside a product of the other. P stays in registers as the left operand. One program an SM takes tiles in turn,
+the longest first, and loads the next tile's queries while the last products of this one are still running.
+
+Formulas, outputs and units as in portable.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuselm.kernels._triton import device_profile, tl
+from fuselm.kernels.attention.hopper_common import (
+    LOG2E,
+    barrier_ring,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    key_blocks,
+    load_rows,
+    matrix,
+    mbarrier,
+    place_of,
+    position_at,
+    positions_of,
+    ring,
+    rows_descriptor,
+    split_blocks,
+    store_rows,
+    tile_and_head,
+    tile_table,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forward_launch
+
+
+@gluon_jit
+def _produce(
+    buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = 64 * CONSUMERS
+    q_s, k_s, v_s, _o_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
+    queries, keys, heads, instances, section, tiles, window = problem
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    done = program * 0  # key blocks loaded so far, over all tiles: it gives the ring's slot and phase
+    for step in range(positions_of(program, programs, instances * tiles)):
+        tile, instance = tile_and_head(position_at(program, programs, step), instances, section, tiles)
+        first, rows, begin, others, other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
+        batch = instance // heads
+        head = instance % heads
+        block_begin, _full_begin, _full_end, count = key_blocks(
+            first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
+        )
+        for i in range(count):
+            row = (block_begin + count - 1 - i) * BLOCK_N
+            slot = done % STAGES
+            phase = done // STAGES & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            load_rows(
+                k_desc, batch, other_begin, others, row, head // group, k_full.index(slot), k_s.index(slot), PACKED
+            )
+            if i == 0:
+                for c in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(c), step & 1 ^ 1)
+                    mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+                    load_rows(q_desc, batch, begin, rows, first + 64 * c, head, q_full.index(c), q_s.index(c), PACKED)
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            load_rows(
+                v_desc, batch, other_begin, others, row, head // group, v_full.index(slot), v_s.index(slot), PACKED
+            )
+            done += 1
+
+
+@gluon_jit
+def _softmax_step(
+    s, row_max, row_sum, key, low, high, score_scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, scores: tl.constexpr,
+):  # fmt: skip
+    """Masks the scores of block `key` and folds them into the running maximum and sum: (P, maximum, sum, decay)."""
+    if MASKED:
+        # A thread's columns are 8·i + {0, 1} plus one of 0, 2, 4, 6: with that part on the other side, the columns are
+        # constants in the instructions instead of registers that live through the loop.
+        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
+        s = gl.where((column & -7) < (high - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
+        if WINDOW:
+            s = gl.where((column & -7) > (low - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
+    # The scale is positive: the maximum is taken before it, and scaling and subtracting are one instruction.
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    # A row that has seen no key yet: -inf minus -inf would be NaN.
+    offset = gl.where(new_max == float("-inf"), 0.0, new_max) * score_scale
+    decay = gl.exp2(row_max * score_scale - offset)
+    p = gl.exp2(s * score_scale - offset[:, None])
+    return p, new_max, row_sum * decay + gl.sum(p, 1), decay
+
+
+@gluon_jit
+def _step(
+    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn, key, low, high,
+    score_scale,
+    MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PING_PONG: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+):  # fmt: skip
+    """Q·Kᵀ of block `key` beside P·V of the block before it."""
+    before = done % STAGES
+    before_phase = done // STAGES & 1
+    slot = (done + 1) % STAGES
+    mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
+    if PING_PONG:
+        mbarrier.wait(turns.index(ME), turn & 1)
+    no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
+    s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), before_phase)
+    acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
+    if PING_PONG:
+        mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    p, row_max, row_sum, decay = _softmax_step(
+        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, BLOCK_N, scores
+    )
+    # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
+    # written sooner (Triton up to 3.6 does not see that by itself).
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    p_left = gl.convert_layout(p.to(p_left.dtype), left, assert_trivial=True)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
+    return acc, p_left, row_max, row_sum, done + 1, turn + 1
+
+
+@gluon_jit
+def _consume(
+    buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+    ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = 64 * CONSUMERS
+    q_s, k_s, v_s, o_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    queries, keys, heads, instances, section, tiles, window = problem
+    dtype: tl.constexpr = o_desc.dtype
+    scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    left: tl.constexpr = gl.DotOperandLayout(0, output, 2)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    q = matrix(q_s.index(ME))
+    o = o_s.index(ME)
+    offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    done = program * 0
+    turn = program * 0
+    for step in range(positions_of(program, programs, instances * tiles)):
+        tile, instance = tile_and_head(position_at(program, programs, step), instances, section, tiles)
+        first, rows, begin, others, _other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
+        block_begin, full_begin, full_end, count = key_blocks(
+            first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
+        )
+        row = first + offs_m
+        high = gl.zeros([64], gl.int32, gl.SliceLayout(1, scores)) + others
+        low = high
+        if CAUSAL:
+            high = gl.minimum(high, row + (others - rows + 1))
+        if WINDOW:
+            low = row + (others - rows - window)
+        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+        row_sum = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
+        last = block_begin + count - 1
+        slot = done % STAGES
+        mbarrier.wait(q_full.index(ME), step & 1)
+        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+        no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
+        s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        p, row_max, row_sum, _decay = _softmax_step(
+            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, BLOCK_N, scores
+        )
+        p_left = gl.convert_layout(p.to(dtype), left, assert_trivial=True)
+        full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
+        if CAUSAL:
+            for i in range(1, full_from):
+                acc, p_left, row_max, row_sum, done, turn = _step(
+                    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+                    last - i, low, high, score_scale,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+                )  # fmt: skip
+        for i in range(full_from, full_to):
+            acc, p_left, row_max, row_sum, done, turn = _step(
+                acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+                last - i, low, high, score_scale,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+            )  # fmt: skip
+        if WINDOW:
+            for i in range(full_to, count):
+                acc, p_left, row_max, row_sum, done, turn = _step(
+                    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+                    last - i, low, high, score_scale,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(ME), count=1)
+        slot = done % STAGES
+        mbarrier.wait(v_full.index(slot), done // STAGES & 1)
+        done += 1
+        acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
+        seen = row_sum > 0.0
+        inverse = gl.where(seen, 1.0 / row_sum, 0.0)
+        lse2 = gl.where(seen, row_max * score_scale + gl.log2(row_sum), float("-inf"))
+        gl.store(lse2_ptr + (instance.to(gl.int64) * queries + begin) + row, lse2, mask=row < rows)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
+        tma.store_wait(0)  # the tile before has left the buffer
+        matrix(o).store(acc.to(dtype))
+        fence_async_shared()
+        store_rows(o_desc, instance // heads, begin, rows, first + 64 * ME, instance % heads, o, PACKED)
+    tma.store_wait(0)
+
+
+@gluon_jit(do_not_specialize=["queries", "keys", "heads", "group", "instances", "section", "tiles", "window"])
+def _hopper_forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
+    queries, keys, heads, group, instances, section, tiles, window, score_scale,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
+    CONSUMER_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    q_s = ring(q_desc, CONSUMERS)
+    o_s = ring(o_desc, CONSUMERS)
+    k_s = ring(k_desc, STAGES)
+    v_s = ring(v_desc, STAGES)
+    q_full = barrier_ring(CONSUMERS, 1)
+    q_empty = barrier_ring(CONSUMERS, 1)
+    turns = barrier_ring(CONSUMERS, 1)
+    k_full = barrier_ring(STAGES, 1)
+    k_empty = barrier_ring(STAGES, CONSUMERS)
+    v_full = barrier_ring(STAGES, 1)
+    v_empty = barrier_ring(STAGES, CONSUMERS)
+    if PING_PONG:
+        mbarrier.arrive(turns.index(0), count=1)
+    buffers = (q_s, k_s, v_s, o_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    problem = (queries, keys, heads, instances, section, tiles, window)
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on
+
+
+def hopper_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the forward kernel; arguments and results as those of `portable_forward`.
+
+    What the kernel does not take is kept from it by `hopper_refusal` (dispatch.py): it knows no softcap.
+    """
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    profile = device_profile(q.device)
+    launch = hopper_forward_launch(head_dim, profile)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    packed = cu_seqlens_q is not None
+    head_bytes = 2 * keys * head_dim * q.element_size() // group
+    with torch.cuda.device_of(q):
+        table, tiles = tile_table(cu_seqlens_q, cu_seqlens_k, queries, keys, launch.block_m)
+        positions = batch * heads * tiles
+        # Documents make tiles of any length: there the hardware hands them out, as programs end.
+        programs = min(positions, profile.num_sms) if launch.persistent and not packed else positions
+        _hopper_forward_kernel[(programs,)](
+            rows_descriptor(q, 64, packed),
+            rows_descriptor(k, launch.block_n, packed),
+            rows_descriptor(v, launch.block_n, packed),
+            rows_descriptor(out, 64, packed),
+            lse2,
+            lse2 if table is None else table,
+            queries,
+            keys,
+            heads,
+            group,
+            batch * heads,
+            heads_a_section(head_bytes, batch * heads, launch.section_bytes, group),
+            tiles,
+            min(window, max(keys, 1)),
+            scale * LOG2E,
+            PACKED=packed,
+            CAUSAL=causal,
+            WINDOW=window > 0,
+            CONSUMERS=launch.consumers,
+            BLOCK_N=launch.block_n,
+            HEAD_DIM=head_dim,
+            STAGES=launch.stages,
+            PING_PONG=launch.ping_pong,
+            PRODUCER_REGISTERS=launch.producer_registers,
+            CONSUMER_REGISTERS=launch.consumer_registers,
+            num_warps=4,
+            maxnreg=launch.max_registers,
+        )
+    return out, lse2

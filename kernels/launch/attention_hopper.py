@@ -1,0 +1,99 @@
+"""Launch choices of the Hopper attention kernels: pure functions of head_dim and the problem's size.
+
+A consumer warpgroup multiplies tiles of 64 rows. Registers: 65,536 an SM, over the consumers and a producer that is
+counted as a whole warpgroup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuselm.kernels._triton import DeviceProfile
+
+CONSUMER_ROWS = 64
+
+
+@dataclass(frozen=True)
+class HopperForwardLaunch:
+    """Launch of the forward kernel.
+
+    Attributes:
+        consumers: warpgroups that multiply, of 64 queries each; 2 or 3.
+        block_n: keys a block.
+        stages: key and value blocks in flight.
+        ping_pong: whether the consumers take turns at issuing products, so that one's softmax meets the other's.
+        persistent: one program an SM takes tiles in turn; otherwise one program a tile.
+        section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    ping_pong: bool
+    persistent: bool
+    section_bytes: int
+
+    @property
+    def block_m(self) -> int:
+        """Queries a tile."""
+        return self.consumers * CONSUMER_ROWS
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers a thread of the producer."""
+        return 24 if self.consumers == 2 else 32
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a thread of a consumer."""
+        return 240 if self.consumers == 2 else 160
+
+    @property
+    def max_registers(self) -> int:
+        """Registers a thread with which the program starts."""
+        return 168 if self.consumers == 2 else 128
+
+
+@dataclass(frozen=True)
+class HopperBackwardLaunch:
+    """Launch of the main backward kernel (two consumers of 64 keys).
+
+    Attributes:
+        block_m: queries a block.
+        stages: query blocks in flight.
+        section_bytes: queries and output gradients of the heads that are worked on together.
+    """
+
+    block_m: int
+    stages: int
+    section_bytes: int
+
+    @property
+    def block_n(self) -> int:
+        """Keys a tile."""
+        return 2 * CONSUMER_ROWS
+
+
+def hopper_forward_launch(head_dim: int, profile: DeviceProfile) -> HopperForwardLaunch:
+    """Tiles of the forward kernel."""
+    if head_dim == 64:
+        return HopperForwardLaunch(3, 128, 2, False, True, 16 * 2**20)
+    return HopperForwardLaunch(2, 128, 2, False, True, 16 * 2**20)
+
+
+def hopper_backward_launch(head_dim: int, profile: DeviceProfile) -> HopperBackwardLaunch:
+    """Tiles of the main backward kernel."""
+    return HopperBackwardLaunch(128 if head_dim == 64 else 64, 2, 16 * 2**20)
+
+
+def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:
+    """Heads that are worked on together: as many of `head_bytes` each as `section_bytes` hold, a multiple of `step`.
+
+    Args:
+        head_bytes: what one head reads again and again.
+        heads: how many there are over all batches, a multiple of `step`.
+        section_bytes: how much may be in use.
+        step: heads that share keys and values.
+    """
+    fit = section_bytes // max(head_bytes, 1) // step * step
+    return min(max(fit, step), heads)

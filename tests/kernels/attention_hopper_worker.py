@@ -1,0 +1,203 @@
+"""Runs groups of cases through the Hopper attention kernels on a GPU; one line of JSON before and after each case.
+
+A process of its own, because a kernel that waits for a barrier in vain never returns: test_attention_hopper.py watches
+the lines and ends a process that stays silent.
+
+    python attention_hopper_worker.py forward 128
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuselm.kernels.attention import dispatch
+from fuselm.kernels.attention.api import attention, prefer_hopper
+from fuselm.kernels.numerics import measure, slack
+from fuselm.kernels.specs.attention import plain_attention
+
+_spec = importlib.util.spec_from_file_location("attention_oracle", Path(__file__).parent / "test_attention.py")
+assert _spec is not None and _spec.loader is not None
+oracle: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle)
+
+DEVICE = torch.device("cuda")
+GROUPS = ("forward", "backward")
+
+
+def cases(head_dim: int) -> list[dict]:
+    """The cheap and simple first, so that a hang or a wrong tile shows where it is easiest to understand."""
+    lengths = (64, 128, 1, 2, 63, 65, 127, 129, 191, 192, 193, 255, 257, 385, 1023, 1024, 1025)
+    plain = [{"lengths": (n, n), "causal": True} for n in lengths]
+    full = [{"lengths": (n, n), "causal": False} for n in lengths[::2]]
+    uneven = [
+        {"lengths": pair, "causal": causal}
+        for pair in ((5, 2), (2, 5), (1, 257), (300, 70), (70, 300), (129, 1024))
+        for causal in (True, False)
+    ]
+    heads = [{"lengths": (n, n), "heads": pair, "batch": 2} for n in (130, 520) for pair in ((4, 4), (4, 1), (8, 1))]
+    many = [
+        {"lengths": (300, 300), "heads": (16, 4), "batch": 5},
+        {"lengths": (640, 640), "heads": (12, 12), "batch": 3},
+    ]
+    window = [
+        {"lengths": pair, "window": w}
+        for pair in ((128, 128), (300, 300), (1025, 1025), (70, 300), (300, 70))
+        for w in (1, 33, 128, 400)
+    ]
+    documents = [
+        {"lengths": (q[-1] + tail, k[-1] + tail), "documents_q": q, "documents_k": k} | option
+        for q, k, tail in (
+            ((0, 64), (0, 64), 0),
+            ((0, 100, 250), (0, 100, 250), 0),
+            ((0, 150, 150, 300), (0, 100, 200, 300), 30),
+            ((0, 0, 17, 18, 18, 530), (0, 5, 5, 40, 41, 300), 7),
+            ((0, 1, 129, 385, 386, 1025), (0, 1, 129, 385, 386, 1025), 100),
+        )
+        for option in ({}, {"causal": False}, {"window": 40})
+    ]
+    extreme = [
+        {"lengths": (300, 300), "factor": 30.0},
+        {"lengths": (300, 300), "factor": 30.0, "causal": False},
+        {"lengths": (257, 257), "scale": 1.0, "factor": 50.0},
+        {"lengths": (200, 200), "dtype": "float16"},
+    ]
+    listed = plain + full + uneven + heads + many + window + documents + extreme
+    return [{"head_dim": head_dim, "heads": (4, 2), **case} for case in listed]
+
+
+def poisoned_views(case: dict, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """q, k and v as views of one buffer whose other elements are NaN: rows and heads that the kernels must not use."""
+    (queries, keys), (heads, kv_heads), head_dim = case["lengths"], case["heads"], case["head_dim"]
+    lead = () if "documents_q" in case else (case.get("batch", 1),)
+    buffer = torch.full(
+        (*lead, max(queries, keys) + 3, heads + 2 * kv_heads + 2, head_dim), float("nan"), device=DEVICE
+    )
+    buffer = buffer.to(dtype)
+    q = buffer.narrow(-3, 1, queries).narrow(-2, 1, heads)
+    k = buffer.narrow(-3, 1, keys).narrow(-2, 1 + heads, kv_heads)
+    v = buffer.narrow(-3, 1, keys).narrow(-2, 1 + heads + kv_heads, kv_heads)
+    for x, factor in ((q, case.get("factor", 1.0)), (k, 1.0), (v, 1.0)):
+        x.copy_(torch.randn(x.shape, generator=generator, device=DEVICE) * factor)
+    return {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """torch.empty hands out NaN, so that an element which no kernel writes shows."""
+    kept = torch.empty, torch.empty_like
+
+    def wrapped(function: Any) -> Any:
+        def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = function(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return poisoned
+
+    torch.empty, torch.empty_like = map(wrapped, kept)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = kept
+
+
+@contextlib.contextmanager
+def counted_calls():
+    """Counts the calls of the Hopper functions, so that a case cannot pass by running another kernel."""
+    counts = [0, 0]
+    kept = dispatch.KERNELS["hopper"]
+
+    def counting(index: int) -> Any:
+        def call(*args: Any) -> Any:
+            counts[index] += 1
+            return kept[index](*args)
+
+        return call
+
+    dispatch.KERNELS["hopper"] = (counting(0), counting(1))
+    try:
+        yield counts
+    finally:
+        dispatch.KERNELS["hopper"] = kept
+
+
+def run_case(case: dict, backward: bool) -> list[str]:
+    """What is wrong with the kernels' results, an empty list where nothing is."""
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    inputs: dict[str, Any] = dict(poisoned_views(case, dtype, generator))
+    for side in "qk":
+        if f"documents_{side}" in case:
+            inputs[f"cu_seqlens_{side}"] = torch.tensor(case[f"documents_{side}"], dtype=torch.int32, device=DEVICE)
+    inputs |= {name: case[name] for name in ("causal", "window", "scale") if name in case}
+    q = inputs["q"]
+    dout = torch.randn(q.shape, generator=generator, device=DEVICE).to(dtype)
+    dlse = torch.randn((*q.shape[:-3], q.shape[-2], q.shape[-3]), generator=generator, device=DEVICE)
+    names = ("out", "lse", "dq", "dk", "dv")
+
+    def results(function: Any, values: dict[str, Any], **options: Any) -> list[torch.Tensor]:
+        out, lse = function(**values, return_lse=True, **options)
+        if not backward:
+            return [out, lse]
+        return [
+            out,
+            lse,
+            *torch.autograd.grad([out, lse], [values[n] for n in "qkv"], [dout.to(out.dtype), dlse.to(lse.dtype)]),
+        ]
+
+    with prefer_hopper(), poisoned_memory(), counted_calls() as counts:
+        ours = results(attention, inputs, backend="triton")
+        again = results(attention, inputs, backend="triton")
+        torch.cuda.synchronize()
+    wrong = []
+    if counts != [2, 2 if backward else 0]:
+        wrong.append(f"the Hopper kernels were called {counts} times")
+    wrong += [
+        f"{n}: another result in the second run"
+        for n, a, b in zip(names, ours, again, strict=False)
+        if n != "dq" and not torch.equal(a, b)
+    ]
+    exact = results(plain_attention, oracle.leaves(inputs, torch.float64))
+    plain = results(plain_attention, oracle.leaves(inputs, dtype))
+    by_delta: list[Any] = [None, None]
+    if backward:
+        by_delta += oracle.gradients_by_delta(inputs, plain[0], plain[1].float(), dout, dlse)
+    for name, a, e, p, d in zip(names, ours, exact, plain, by_delta, strict=False):
+        mine, theirs = measure(a, e), measure(p, e)
+        if d is not None and measure(d, e).norm > theirs.norm:
+            theirs = measure(d, e)
+        extra = slack(dtype)
+        if not (mine.norm <= theirs.norm + extra and mine.largest <= theirs.largest + 2 * extra):
+            bad = ((a.double() - e).abs() > 0.02 * e.abs().max()) | a.isnan()
+            where = bad.nonzero()
+            wrong.append(
+                f"{name}: norm {mine.norm:.2e} (plain {theirs.norm:.2e}), largest {mine.largest:.2e} (plain "
+                f"{theirs.largest:.2e}), {len(where)} of {a.numel()} far off, NaN {int(a.isnan().sum())}, from "
+                f"{where.min(0).values.tolist() if len(where) else None} to "
+                f"{where.max(0).values.tolist() if len(where) else None}"
+            )
+    return wrong
+
+
+def main() -> None:
+    group, head_dim = sys.argv[1], int(sys.argv[2])
+    for case in cases(head_dim):
+        print(json.dumps({"start": case}), flush=True)
+        try:
+            wrong = run_case(case, group == "backward")
+        except Exception:
+            wrong = [traceback.format_exc(limit=-4)[-1500:]]
+        print(json.dumps({"done": case, "wrong": wrong}), flush=True)
+        if any("CUDA error" in line for line in wrong):
+            break
+
+
+if __name__ == "__main__":
+    main()

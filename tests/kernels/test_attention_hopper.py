@@ -1,0 +1,210 @@
+"""The Hopper attention kernels: schedules and tables on the CPU, compilation for sm_90, values on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuselm.kernels.attention import hopper_common as common
+from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
+from fuselm.kernels.attention.reference import visible_pairs
+from fuselm.kernels.launch.attention_hopper import heads_a_section
+
+positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
+    common.python_function,
+    (
+        common.positions_of,
+        common.position_at,
+        common.tile_and_head,
+        common.key_blocks,
+        common.split_blocks,
+        common.query_blocks,
+    ),
+)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 132])
+@pytest.mark.parametrize("positions", [1, 2, 3, 131, 132, 133, 400, 1000])
+def test_programs_take_every_place_once(positions, programs):
+    programs = min(programs, positions)
+    taken = [
+        position_at(program, programs, step)
+        for program in range(programs)
+        for step in range(positions_of(program, programs, positions))
+    ]
+    assert sorted(taken) == list(range(positions))
+
+
+@pytest.mark.parametrize(("heads", "section", "tiles"), [(1, 1, 1), (8, 4, 3), (10, 4, 5), (6, 6, 2), (7, 3, 1)])
+def test_places_are_tiles_and_heads(heads, section, tiles):
+    pairs = [tile_and_head(place, heads, section, tiles) for place in range(heads * tiles)]
+    assert sorted(pairs) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    assert [tile for tile, _ in pairs[: section * tiles]] == [t for t in reversed(range(tiles)) for _ in range(section)]
+    assert {head for _, head in pairs[: section * tiles]} == set(range(section))
+
+
+SHAPES = [(1, 1), (5, 2), (2, 5), (128, 128), (130, 130), (200, 70), (70, 200), (256, 300), (40, 0)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 500])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), SHAPES)
+def test_blocks_hold_every_visible_pair(queries, keys, causal, window):
+    """Skipped blocks hold no visible pair, blocks without a mask only visible ones."""
+    if window is not None and not causal:
+        return
+    seen = visible_pairs(queries, keys, torch.device("cpu"), causal=causal, window=window)
+    options = {"CAUSAL": causal, "WINDOW": window is not None}
+    for first in range(0, queries, 128):
+        begin, full_begin, full_end, count = key_blocks(
+            first, queries, keys, window or 0, ROWS=128, BLOCK_N=32, **options
+        )
+        full_from, full_to = split_blocks(begin, full_begin, full_end, count)
+        assert count >= 1 and 1 <= full_from <= full_to <= count
+        visited = torch.zeros_like(seen)
+        for i in range(count):
+            block = begin + count - 1 - i
+            here = seen[first : first + 128, block * 32 : block * 32 + 32]
+            visited[first : first + 128, block * 32 : block * 32 + 32] = True
+            if full_from <= i < full_to:
+                assert here.shape[1] == 32 and here.all()
+        assert not (seen & ~visited)[first : first + 128].any()
+    for first in range(0, keys, 128):
+        begin, full_begin, full_end, count = query_blocks(
+            first, keys, queries, window or 0, ROWS=128, BLOCK_M=32, **options
+        )
+        visited = torch.zeros_like(seen)
+        for block in range(begin, begin + count):
+            rows, columns = slice(block * 32, block * 32 + 32), slice(first, first + 128)
+            visited[rows, columns] = True
+            if full_begin <= block < full_end:
+                assert seen[rows, columns].shape[1] == 128 and seen[rows, columns].all()
+        assert not (seen & ~visited)[:, first : first + 128].any()
+
+
+def test_sections_are_whole_groups_that_fit():
+    assert heads_a_section(2**20, 32, 16 * 2**20, 4) == 16
+    assert heads_a_section(3 * 2**20, 32, 16 * 2**20, 4) == 4
+    assert heads_a_section(2**30, 32, 16 * 2**20, 4) == 4
+    assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
+
+
+def test_tile_table(device):
+    """Every row of every document, and of what lies behind the last, is in one tile, at its place."""
+    borders_q, borders_k = (0, 5, 5, 40, 100, 300), (0, 7, 9, 9, 200, 230)
+    cu_q, cu_k = (torch.tensor(b, dtype=torch.int32, device=device) for b in (borders_q, borders_k))
+    table, tiles = common.tile_table(cu_q, cu_k, 310, 240, 32)
+    assert table is not None and table.shape == (tiles, common.TABLE_COLUMNS)
+    rows = torch.zeros(310, dtype=torch.int32)
+    for tile, (first, length, begin, others, other_begin, document, *_) in enumerate(table.tolist()):
+        if document < 5:
+            assert (begin, begin + length) == borders_q[document : document + 2]
+            assert (other_begin, other_begin + others) == borders_k[document : document + 2]
+        else:
+            assert (begin, length, others) == (300, 10, 0)
+        assert tile == begin // 32 + document + first // 32
+        rows[begin + first : begin + min(first + 32, length)] += 1
+    assert (rows == 1).all()
+    assert common.tile_table(None, None, 310, 240, 32) == (None, 10)
+
+
+def test_why_not_hopper(device):
+    assert "switched off" in explain_kernel(device).reason
+    with prefer_hopper():
+        reason = explain_kernel(device).reason
+        assert "interpreter" in reason or device.type == "cuda"
+    assert common.tma_refusal("q", torch.zeros(1, 8, 4, 64)) is None
+    odd = torch.zeros(2, 8, 4, 66, dtype=torch.bfloat16)
+    assert "multiples of 16 bytes" in str(common.tma_refusal("k", odd[..., :64]))
+    assert "begin at a multiple" in str(common.tma_refusal("k", odd[..., 1:65]))
+    assert "stride 2" in str(common.tma_refusal("v", torch.zeros(1, 8, 4, 128)[..., ::2]))
+    assert common.tma_refusal("q", torch.zeros(1, 1, 4, 64).expand(1, 8, 4, 64)) is not None
+
+
+def test_compiles_for_hopper():
+    """Each mask of both kernels compiles for sm_90, without serialised products, the forward loop without spills."""
+    program = """
+        import json, sys
+        import torch
+        from fuselm.kernels.aot import compile_only
+        from fuselm.kernels.attention.api import attention, prefer_hopper
+        borders = torch.tensor([0, 100, 250], dtype=torch.int32)
+        report = []
+        for head_dim, options in ((128, {}), (64, {"cu_seqlens_q": borders, "window": 50})):
+            shape = (300, 8, head_dim) if "cu_seqlens_q" in options else (2, 300, 8, head_dim)
+            qkv = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+            with prefer_hopper(), compile_only(90) as compiled:
+                out = attention(*qkv.split([4, 2, 2], -2), **options)
+                out.backward(torch.empty_like(out))
+            for k in compiled:
+                report.append([k.name, head_dim, sorted(options), k.spill_bytes, k.warnings, k.shared_memory])
+        print(json.dumps(report))
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    hopper = [row for row in report if "hopper" in row[0]]
+    assert len(hopper) == 4
+    for name, head_dim, options, spills, warnings, shared in hopper:
+        assert not warnings and shared <= 227 * 1024
+        limit = 32 if "forward" in name else 512
+        assert spills <= limit, (name, head_dim, options, spills)
+
+
+WORKER = Path(__file__).parent / "attention_hopper_worker.py"
+SILENCE_S = 45.0
+hung: list[str] = []
+
+
+def read_lines(process: subprocess.Popen, lines: queue.Queue) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("group", ["forward", "backward"])
+def test_values_on_a_gpu(group, head_dim, tmp_path):
+    """Values (and gradients) of every mask, length and layout against fp64; see attention_hopper_worker.py."""
+    assert not hung, f"not run, because {hung[0]}"
+    errors = tmp_path / "stderr"
+    command = [sys.executable, str(WORKER), group, str(head_dim)]
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    lines: queue.Queue = queue.Queue()
+    threading.Thread(target=read_lines, args=(process, lines), daemon=True).start()
+    current, wrong, right = None, [], 0
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=SILENCE_S)
+            except queue.Empty:
+                hung.append(f"{group} {head_dim} was silent for {SILENCE_S:.0f} s at {current}")
+                break
+            if line is None:
+                break
+            message = json.loads(line)
+            current = message.get("start", current)
+            if message.get("wrong"):
+                wrong.append((message["done"], message["wrong"]))
+            elif "done" in message:
+                right += 1
+    finally:
+        process.kill()
+    report = "\n".join(f"{case}\n    " + "\n    ".join(lines) for case, lines in wrong[:25])
+    assert not hung and not wrong, f"{hung}; {right} cases right, {len(wrong)} wrong:\n{report}"
+    assert right > 50, errors.read_text()[-3000:]
