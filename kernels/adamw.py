@@ -104,6 +104,9 @@ class AdamW(torch.optim.Optimizer):
             to the parameter. Without it a 16-bit parameter loses updates smaller than half its last bit. Write to
             such a parameter from outside before the first step, or drop its state.
         state_dtype: of the moments, fp32 or bf16; None: fp32 (fp64 for fp64 parameters).
+        copies: fp32 parameter -> the bf16 or fp16 copy that the model computes with. A step takes the copy's gradient
+            (the parameter's own where the copy has none) and writes both: master_weights seen from the other side, for
+            a model whose state dict holds the fp32 parameters.
         backend: "auto", "triton" or "reference".
 
     Attributes:
@@ -133,6 +136,7 @@ class AdamW(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
+        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
         backend: Backend = "auto",
     ) -> None:
         if backend not in get_args(Backend):
@@ -149,6 +153,7 @@ class AdamW(torch.optim.Optimizer):
                 "master_weights=True, stochastic_rounding=True: a master copy makes stochastic rounding needless; "
                 "choose one"
             )
+        self.copies = dict(copies or {})
         self._check_max_grad_norm()
         self._loading = False
         self._forget()
@@ -161,6 +166,7 @@ class AdamW(torch.optim.Optimizer):
                 "moments float32; leave it out, or make either bfloat16"
             )
         device = self._params()[0].device
+        self._check_copies()
         if backend == "triton":
             select_backend(backend, device)  # says at once if it cannot run
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -170,6 +176,21 @@ class AdamW(torch.optim.Optimizer):
         self._triton = TritonStep()
         self._reduction: NormReduction | None = None
         self._slots: list[Slot] | None = None
+
+    def _check_copies(self) -> None:
+        params = set(self._params())
+        for param, copy in self.copies.items():
+            if param not in params:
+                raise ValueError(f"copies: a parameter of shape {tuple(param.shape)} is not one of params")
+            if is_dtensor(param) or copy.shape != param.shape or copy.device != param.device:
+                raise ValueError(
+                    f"copies: a copy of shape {tuple(copy.shape)} on {copy.device} does not fit its parameter of shape "
+                    f"{tuple(param.shape)} on {param.device}, which must not be sharded"
+                )
+            if param.dtype != torch.float32 or copy.dtype.itemsize != 2 or not copy.is_floating_point():
+                raise TypeError(
+                    f"copies: expected bf16 or fp16 copies of fp32 parameters, got {copy.dtype} of {param.dtype}"
+                )
 
     def _check_max_grad_norm(self) -> float:
         limit = self.max_grad_norm
@@ -267,7 +288,10 @@ class AdamW(torch.optim.Optimizer):
         classes = iter(reduction.classes)
         groups = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         placed = self.stochastic_rounding
-        return reduction, [Slot(p, group, next(classes), n, placed) for n, (p, group) in enumerate(groups)]
+        copies = self.copies
+        return reduction, [
+            Slot(p, group, next(classes), n, placed, copies.get(p)) for n, (p, group) in enumerate(groups)
+        ]
 
     def _gather(self, slots: list[Slot]) -> tuple[list[Entry], list[torch.Tensor]]:
         """What has a gradient, and the gradients. Runs in every step for every parameter: entries are kept."""
@@ -275,7 +299,8 @@ class AdamW(torch.optim.Optimizer):
         device = self.grad_norm.device
         for slot in slots:
             param = slot.param
-            grad = param.grad
+            copy = slot.copy
+            grad = param.grad if copy is None or copy.grad is None else copy.grad
             if grad is None:
                 continue
             if grad.layout is not torch.strided:

@@ -19,6 +19,7 @@ class Slot:
         shard_class: class of its sum of squares (see adamw_sharding.py).
         number: of the parameter within the optimizer.
         sharded: whether it is a DTensor.
+        copy: what the model computes with instead, or None.
         entry: what bind() made last, or None.
     """
 
@@ -27,6 +28,7 @@ class Slot:
         "_parts",
         "_placed",
         "_raw",
+        "copy",
         "entry",
         "group",
         "number",
@@ -35,12 +37,21 @@ class Slot:
         "sharded",
     )
 
-    def __init__(self, param: torch.Tensor, group: int, shard_class: int, number: int, placed: bool) -> None:
+    def __init__(
+        self,
+        param: torch.Tensor,
+        group: int,
+        shard_class: int,
+        number: int,
+        placed: bool,
+        copy: torch.Tensor | None = None,
+    ) -> None:
         self.param = param
         self.group = group
         self.shard_class = shard_class
         self.number = number
         self.sharded = is_dtensor(param)
+        self.copy = copy
         self.entry: Entry | None = None
         self._placed = placed  # whether anybody asks where the shard lies
         self._raw: tuple[Any, ...] = ()
@@ -84,6 +95,10 @@ class Slot:
                 f"fp32, all on {part.device}"
             )
         place = place_of(self.param) if self._placed else Place(0, max(part.numel(), 1), 0)
+        if self.copy is not None:
+            part, master = self.copy.detach(), part  # the parameter is its copy's master
+            self._parts.append(part)
+            self._addresses.append(part.data_ptr())
         self.entry = Entry(self.group, self.shard_class, self.number, part, exp_avg, exp_avg_sq, step, master, place)
         return self.entry
 

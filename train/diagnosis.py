@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fuselm.train.compute_copies import take_gradients
 from fuselm.train.data_stream import Batch
 from fuselm.train.distributed import World
 from fuselm.train.evaluation import forward_backward
@@ -66,11 +67,10 @@ def first_nonfinite(model: nn.Module, batches: Sequence[Batch], world: World) ->
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in _named(model.named_modules()):
             stack.callback(module.register_forward_hook(partial(_watch, name or "the model", checks)).remove)
-        forward_backward(model, batches, world)
-    for name, parameter in _named(model.named_parameters()):
-        if parameter.grad is not None:
-            checks.append(("gradients", name, _broken(parameter.grad)))
-            parameter.grad = None
+        forward_backward(model, batches, world, replay=False)
+    for name, grad in _named(take_gradients(model)):
+        if grad is not None:
+            checks.append(("gradients", name, _broken(grad)))
     flags = torch.stack([flag for *_, flag in checks]).tolist()
     broken = [(_PHASES.index(phase), i, name) for i, (phase, name, _) in enumerate(checks) if flags[i]]
     found = world.gather_dicts({str(world.rank): min(broken, default=None)})
@@ -91,15 +91,12 @@ def largest_gradient(model: nn.Module, batches: Sequence[Batch], world: World) -
 
     All ranks call this together; waits for the device.
     """
-    forward_backward(model, batches, world)
+    forward_backward(model, batches, world, replay=False)
     names, squares = [], []
-    for name, parameter in _named(model.named_parameters()):
+    for name, grad in _named(take_gradients(model)):
         names.append(name)
-        local = torch.zeros((), dtype=torch.float64, device=world.device)
-        if parameter.grad is not None:
-            local = _local(parameter.grad).double().square().sum()
-            parameter.grad = None
-        squares.append(local)
+        zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        squares.append(zero if grad is None else _local(grad).double().square().sum())
     sums = world.sum(torch.stack(squares)).tolist()
     largest = max(range(len(sums)), key=sums.__getitem__)
     return names[largest], sums[largest] / max(sum(sums), 1e-300)

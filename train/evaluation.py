@@ -11,6 +11,7 @@ from torch import nn
 
 from fuselm.train.data_stream import Batch
 from fuselm.train.distributed import World
+from fuselm.train.graphed import graphed_of
 from fuselm.train.parallelize import accumulate_locally, reshard
 
 IGNORE_INDEX = -100
@@ -115,6 +116,7 @@ def forward_backward(
     *,
     stop: bool = False,
     rank_losses: torch.Tensor | None = None,
+    replay: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Forward and backward of one optimizer step; adds to the parameters' gradients.
 
@@ -127,6 +129,7 @@ def forward_backward(
         batches: this rank's micro-batches, on the CPU.
         world: all of its ranks call this together.
         stop: this rank was asked to stop; summed along, so that all ranks hear of it.
+        replay: use a CUDA graph where the model has one. (Hooks are not called by it.)
         rank_losses: (ranks,) fp64 on the device, overwritten with each rank's share of the loss, which add up to it.
 
     Returns:
@@ -136,8 +139,12 @@ def forward_backward(
     header = world.sum(on_device([valid_tokens(batches), float(stop)], world.device))
     count = header[0].clamp(min=1)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
+    graphed = graphed_of(model) if replay else None
     for index, batch in enumerate(batches):
         accumulate_locally(model, last=index == len(batches) - 1)
+        if graphed is not None and graphed.takes(batch):
+            total += graphed(batch, count.float())
+            continue
         loss = loss_sum(model, to_device(batch, world.device))
         (loss / count.float()).backward()
         total += loss.detach()

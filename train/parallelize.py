@@ -1,6 +1,6 @@
 """All parallelism, applied to the model from outside in one order.
 
-    tensor parallelism (not yet) -> activation checkpointing -> per-block torch.compile -> FSDP2
+    tensor parallelism (not yet) -> activation checkpointing -> per-block torch.compile -> FSDP2, or compute copies
 
 Each stage wraps what the one before left: compile sees a recomputed block as one graph, and FSDP2's hooks stay outside
 the compiled region. The model is on the meta device throughout; `materialize` allocates and fills this rank's shards
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fuselm.model.config import LlamaConfig
 from fuselm.model.flops import parameter_counts
 from fuselm.model.llama import Llama, initial_value
+from fuselm.train.compute_copies import ComputeCopies, copies_of
 from fuselm.train.config import ParallelConfig
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
@@ -66,7 +67,7 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> Llama
         mesh: from `build_mesh`.
 
     Returns:
-        The same model, whose parameters are now DTensors on meta.
+        The same model, whose parameters are now DTensors on meta; plain ones where it is not sharded.
     """
     # Tensor parallelism belongs here, first: it changes what a block's parameters are.
     if config.activation_checkpointing != "none":
@@ -74,8 +75,34 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> Llama
     if config.compile if config.compile is not None else mesh.device_type == "cuda":
         for block in model.blocks:
             block.compile(fullgraph=True)
-    apply_fsdp(model, config, mesh)
+    if is_sharded(config, mesh):
+        apply_fsdp(model, config, mesh)
     return model
+
+
+def is_sharded(config: ParallelConfig, mesh: DeviceMesh) -> bool:
+    """Whether FSDP2 holds the parameters.
+
+    Raises:
+        UserError: parallel.sharding is none, but there are several ranks.
+    """
+    if config.sharding == "none" and mesh.size() > 1:
+        raise UserError(
+            f"parallel.sharding is none, but there are {mesh.size()} ranks: it is for one; take auto or fsdp"
+        )
+    return config.sharding == "fsdp" or mesh.size() > 1
+
+
+def make_copies(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> ComputeCopies | None:
+    """Copies in the compute dtype for a materialized model that FSDP2 does not hold; None where it needs none.
+
+    They are also the model's attribute `compute_copies`.
+    """
+    dtype = getattr(torch, config.param_dtype)
+    if is_sharded(config, mesh) or dtype == torch.float32:
+        return None
+    model.compute_copies = ComputeCopies(model, dtype)  # pyright: ignore[reportArgumentType]
+    return copies_of(model)
 
 
 def apply_activation_checkpointing(model: Llama, mode: str) -> None:
@@ -127,12 +154,16 @@ def accumulate_locally(model: nn.Module, *, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
+    elif not last and (copies := copies_of(model)) is not None:
+        copies.sum_gradients()
 
 
 def reshard(model: nn.Module) -> None:
     """After forward passes without a backward pass: free the root's gathered parameters, which wait for one."""
     if isinstance(model, FSDPModule):
         model.reshard()
+    elif (copies := copies_of(model)) is not None:
+        copies.leave()
 
 
 # Results that are dearer to compute again than to keep.

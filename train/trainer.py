@@ -24,10 +24,11 @@ from fuselm.train.errors import UserError, in_words, report
 from fuselm.train.evaluation import evaluate, forward_backward
 from fuselm.train.event_log import EventLog
 from fuselm.train.feeds import data_position, open_feeds
+from fuselm.train.graphed import graph_backward
 from fuselm.train.guard import Alarm, Guard, Verdict, take_notice
 from fuselm.train.lr_schedule import lr_factor
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
-from fuselm.train.parallelize import build_mesh, materialize, parallelize, require_memory
+from fuselm.train.parallelize import build_mesh, make_copies, materialize, parallelize, require_memory
 from fuselm.train.progress import Progress
 from fuselm.train.recovery import describe_skipped, diagnose, roll_back
 from fuselm.train.resume import find_checkpoint
@@ -394,8 +395,10 @@ def build(config: TrainConfig, world: World) -> tuple[Llama, AdamW]:
     """Model and optimizer of a run, sharded over the world's ranks, with initial weights."""
     with torch.device("meta"):
         model = Llama(config.model)
-    parallelize(model, config.parallel, build_mesh(world))
+    mesh = build_mesh(world)
+    parallelize(model, config.parallel, mesh)
     materialize(model, world.device, config.training.seed)
+    copies = make_copies(model, config.parallel, mesh)
     settings = config.optimizer
     parameters = list(model.parameters())
     groups = [
@@ -408,8 +411,13 @@ def build(config: TrainConfig, world: World) -> tuple[Llama, AdamW]:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         max_grad_norm=settings.max_grad_norm,
+        copies=None if copies is None else copies.of,
         backend=kernel_backend(config.model),
     )
+    if copies is not None:
+        copies.attach(optimizer)
+        if config.parallel.cuda_graph and world.device.type == "cuda":
+            graph_backward(model, copies)
     return model, optimizer
 
 

@@ -67,7 +67,7 @@ def make_config(tiny_data: Path) -> Callable[..., TrainConfig]:
             data=DataConfig(path=tiny_data),
             optimizer=OptimizerConfig(lr=1e-2),
             schedule=ScheduleConfig(warmup_steps=2),
-            parallel=ParallelConfig(device="cpu", param_dtype="float32"),
+            parallel=ParallelConfig(device="cpu", param_dtype="float32", sharding="fsdp"),  # one rank as many are
             evaluation=EvaluationConfig(every=3, batches=1),
             checkpoint=CheckpointConfig(every=3),
             logging=LoggingConfig(tensorboard=False, plot=False),
