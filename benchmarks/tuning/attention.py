@@ -1,0 +1,142 @@
+"""Launch choices of attention to be timed: the Hopper kernels at the shapes of the performance table, the portable
+kernels at two of them. Causal, bf16; outputs are checked against torch's SDPA."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tuning.base import Target
+
+from fuselm.kernels.attention.hopper_backward import hopper_backward
+from fuselm.kernels.attention.hopper_forward import hopper_forward
+from fuselm.kernels.attention.portable import portable_backward, portable_forward
+from fuselm.kernels.launch.attention import TileLaunch
+from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, HopperForwardLaunch
+
+# batch, length, heads, kv_heads, head_dim
+ROWS = (
+    (4, 4096, 32, 8, 128),
+    (1, 16384, 32, 8, 128),
+    (16, 1024, 32, 8, 128),
+    (2, 8192, 32, 8, 128),
+    (4, 4096, 32, 8, 64),
+    (32, 1024, 12, 12, 64),
+    (1, 16384, 16, 16, 64),
+)
+PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
+MIB = 2**20
+
+
+def _inputs(row: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """q, k, v as views of one packed qkv, as the model has them, and a gradient of the output."""
+    batch, length, heads, kv_heads, head_dim = row
+    generator = torch.Generator(device).manual_seed(0)
+    qkv = torch.randn(
+        (batch, length, heads + 2 * kv_heads, head_dim), generator=generator, device=device, dtype=torch.bfloat16
+    )
+    dout = torch.randn((batch, length, heads, head_dim), generator=generator, device=device, dtype=torch.bfloat16)
+    return (*qkv.split([heads, kv_heads, kv_heads], 2), dout)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _forward(
+    function: Callable[..., Any], row: tuple[int, ...], device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    q, k, v, _ = _inputs(row, device)
+    scale = row[-1] ** -0.5
+    return lambda: function(q, k, v, None, None, True, scale, 0, 0.0)[0], lambda: _sdpa(q, k, v)
+
+
+def _backward(
+    function: Callable[..., Any], row: tuple[int, ...], device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    q, k, v, dout = _inputs(row, device)
+    scale = row[-1] ** -0.5
+    out, lse2 = portable_forward(q, k, v, None, None, True, scale, 0, 0.0)
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(_sdpa(*leaves), leaves, dout)
+
+    return lambda: function(dout, None, q, k, v, out, lse2, None, None, True, scale, 0, 0.0), reference
+
+
+def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
+    shapes = [(2, 128, 2)] if head_dim == 128 else [(3, 128, 2), (3, 128, 3), (2, 128, 3)]
+    switches = itertools.product(shapes, (False, True), (True, False), (16 * MIB, 32 * MIB, 8 * MIB))
+    return tuple(HopperForwardLaunch(*shape, *rest) for shape, *rest in switches)
+
+
+def _backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
+    return tuple(HopperBackwardLaunch(128 if head_dim == 64 else 64, 2, m * MIB) for m in (16, 8, 32, 1024))
+
+
+def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:
+    """Tiles of at most 128 x 128, and warps for them: four hold a warpgroup's 64 rows, eight two."""
+    choices = itertools.product(ms, ns, (8, 4), stages)
+    return tuple(
+        TileLaunch(m, n, w, s) for m, n, w, s in choices if m * n <= 128 * 128 and not (m == 64 == n and w == 8)
+    )
+
+
+def _name(direction: str, kernel: str, row: tuple[int, ...]) -> str:
+    batch, length, heads, kv_heads, head_dim = row
+    return f"attention {kernel} {direction} B{batch} S{length} H{heads}/{kv_heads} D{head_dim} bf16"
+
+
+_HOPPER, _PORTABLE = "fuselm.kernels.attention.hopper_", "fuselm.kernels.attention.portable."
+TARGETS = [
+    target
+    for row in ROWS
+    for target in (
+        Target(
+            _name("forward", "hopper", row),
+            f"{_HOPPER}forward.hopper_forward_launch",
+            _forward_candidates(row[-1]),
+            functools.partial(_forward, hopper_forward, row),
+            0,
+        ),
+        Target(
+            _name("backward", "hopper", row),
+            f"{_HOPPER}backward.hopper_backward_launch",
+            _backward_candidates(row[-1]),
+            functools.partial(_backward, hopper_backward, row),
+            0,
+        ),
+    )
+] + [
+    Target(_name(name, "portable", row), _PORTABLE + attribute, candidates, functools.partial(make, function, row), 0)
+    for row in PORTABLE_ROWS
+    for name, attribute, function, make, candidates in (
+        (
+            "forward",
+            "forward_launch",
+            portable_forward,
+            _forward,
+            _tile_candidates((128, 64), (128, 64, 32), (3, 2, 4)),
+        ),
+        (
+            "backward dk dv",
+            "key_value_launch",
+            portable_backward,
+            _backward,
+            _tile_candidates((64, 32, 128), (128, 64), (2, 3)),
+        ),
+        (
+            "backward dq",
+            "query_launch",
+            portable_backward,
+            _backward,
+            _tile_candidates((128, 64), (64, 128, 32), (2, 3)),
+        ),
+    )
+]
