@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, half-split, in one launch.
+"""Rotary position embedding of queries and keys, half-split, in one launch; of a packed qkv also in its own memory.
 
 For a token at position p, with x1 and x2 the first and second half of a head, c = cos[p] and s = sin[p]:
 
@@ -7,18 +7,24 @@ For a token at position p, with x1 and x2 the first and second half of a head, c
 
 Saved for the backward pass: the tables and the positions, neither q nor k. Bytes that must move in either direction: q
 and k once in and once out, plus the rows of the tables that are used. The multiplication is done in fp32, rounded once.
+`rope_qkv` takes the packed output of a projection and gives its gradient packed again, v's part copied by the same
+launch, where slices would be put together by another pass over all of it.
 
 Method: Su et al. 2021, "RoFormer", with the pairing (i, i + head_dim / 2) that Llama weights on Hugging Face use.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl, triton
+from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend, triton
+from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.rope import rope_launch
+from fuselm.kernels.rope_kernels import rope_kernel
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -49,122 +55,75 @@ def rope_reference(
     return rotate(q), rotate(k)
 
 
-@jit
-def _rotate_heads(
-    x_ptr,
-    out_ptr,
-    stride_token,
-    stride_head,
-    stride_dim,
-    tokens,  # [T] int64
-    token_mask,  # [T]
-    cos,  # [T, 1, HALF] fp32
-    sin,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """Rotates all heads of a block of tokens; x_ptr and out_ptr point at the sequence's first token."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    token = tokens[:, None, None]
-    column = tl.arange(0, BLOCK_HALF)[None, None, :]
-    for start in range(0, HEADS, BLOCK_HEADS):
-        head = start + tl.arange(0, BLOCK_HEADS)[None, :, None]
-        mask = token_mask[:, None, None] & (head < HEADS) & (column < HALF)  # [T, H, HALF]
-        x = x_ptr + token * stride_token + head.to(tl.int64) * stride_head
-        x1 = tl.load(x + column.to(tl.int64) * stride_dim, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x + (column + HALF).to(tl.int64) * stride_dim, mask=mask, other=0.0).to(tl.float32)
-        out = out_ptr + (token * HEADS + head) * HEAD_DIM + column
-        tl.store(out, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + HALF, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+def _rotate(
+    inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    inverse: bool,
+) -> None:
+    """Launches the kernel over what is not None of (q, k, v), each (batch, seq, heads, head_dim); v is copied.
 
-
-@jit
-def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    q_stride_batch,
-    q_stride_token,
-    q_stride_head,
-    q_stride_dim,
-    k_stride_batch,
-    k_stride_token,
-    k_stride_head,
-    k_stride_dim,
-    positions_stride_batch,
-    positions_stride_token,
-    seq_len,
-    table_len,
-    offset,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    INVERSE: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """One program: BLOCK_TOKENS tokens of one sequence, all heads of q and of k; 0 heads leave that side out."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
-    # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    token_mask = tokens < seq_len
-    if HAS_POSITIONS:
-        at = positions_ptr + batch * positions_stride_batch + tokens * positions_stride_token
-        position = tl.load(at, mask=token_mask, other=0).to(tl.int64)
-    else:
-        position = tokens + offset
-    column = tl.arange(0, BLOCK_HALF)
-    # A position outside the table reads nothing and gives NaN: checking it on the host would wait for the device.
-    inside = (position >= 0) & (position < table_len)
-    table_mask = inside[:, None] & (column < HALF)[None, :]
-    row = position[:, None] * HALF + column[None, :]
-    cos = tl.load(cos_ptr + row, mask=table_mask, other=float("nan")).to(tl.float32)  # [T, HALF]
-    sin = tl.load(sin_ptr + row, mask=table_mask, other=float("nan")).to(tl.float32)
-    if INVERSE:
-        sin = -sin
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    if Q_HEADS > 0:
-        _rotate_heads(
-            q_ptr + batch * q_stride_batch,
-            q_out_ptr + batch * seq_len * Q_HEADS * HEAD_DIM,
-            q_stride_token,
-            q_stride_head,
-            q_stride_dim,
-            tokens,
-            token_mask,
+    The outputs' last two dimensions are contiguous, and their batch stride is seq times their token stride.
+    """
+    present = next(x for x in inputs if x is not None)
+    batch, seq_len, _, head_dim = present.shape
+    heads = [0 if x is None else x.shape[2] for x in inputs]
+    if batch * seq_len * sum(heads) == 0:
+        return
+    cos, sin = cos.contiguous(), sin.contiguous()
+    positions_strides = (0, 0)
+    if positions is not None:
+        positions_strides = (positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1))
+    sources = [present if x is None else x for x in inputs]
+    targets = [present if x is None else x for x in outputs]
+    launch = rope_launch(
+        seq_len,
+        max(heads[0], 1),
+        heads[1] or heads[0],
+        head_dim,
+        present.element_size(),
+        device_profile(present.device),
+    )
+    size = launch.block_heads
+    even = (
+        seq_len % launch.block_tokens == 0
+        and 2 * launch.block_half == head_dim
+        and all(count % size == 0 for count in heads)
+    )
+    programs = batch * triton.cdiv(seq_len, launch.block_tokens) * sum(triton.cdiv(count, size) for count in heads)
+    with launch_device(present):
+        rope_kernel[(programs,)](
+            *sources,
+            *targets,
             cos,
             sin,
-            Q_HEADS,
-            HEAD_DIM,
-            BLOCK_HEADS,
-            BLOCK_HALF,
+            cos if positions is None else positions,
+            *sources[0].stride(),
+            *sources[1].stride(),
+            *sources[2].stride(),
+            *(x.stride(1) for x in targets),
+            *positions_strides,
+            seq_len,
+            cos.shape[0],
+            offset,
+            *heads,
+            HEAD_DIM=head_dim,
+            INVERSE=inverse,
+            HAS_POSITIONS=positions is not None,
+            EVEN=even,
+            BLOCK_TOKENS=launch.block_tokens,
+            BLOCK_HEADS=size,
+            BLOCK_HALF=launch.block_half,
+            num_warps=launch.num_warps,
+            num_stages=1,
         )
-    if K_HEADS > 0:
-        _rotate_heads(
-            k_ptr + batch * k_stride_batch,
-            k_out_ptr + batch * seq_len * K_HEADS * HEAD_DIM,
-            k_stride_token,
-            k_stride_head,
-            k_stride_dim,
-            tokens,
-            token_mask,
-            cos,
-            sin,
-            K_HEADS,
-            HEAD_DIM,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
+
+
+def _new_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _launch(
@@ -174,52 +133,15 @@ def _launch(
     sin: Tensor,
     positions: Tensor | None,
     offset: int,
-    *,
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotates what is not None; an absent side gives an empty tensor."""
     present = q if q is not None else k
     assert present is not None
-    batch, seq_len, _, head_dim = present.shape
-    q_out = present.new_empty(0 if q is None else q.shape)
-    k_out = present.new_empty(0 if k is None else k.shape)
-    if q_out.numel() + k_out.numel() == 0:
-        return q_out, k_out
-    q_heads, k_heads = (0 if x is None else x.shape[2] for x in (q, k))
-    q_in, k_in = present if q is None else q, present if k is None else k
-    cos, sin = cos.contiguous(), sin.contiguous()
-    positions_strides = (0, 0)
-    if positions is not None:
-        positions_strides = (positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1))
-    launch = rope_launch(
-        seq_len, max(q_heads, k_heads), head_dim, present.element_size(), device_profile(present.device)
-    )
-    with torch.cuda.device_of(present):  # Triton launches on the current device
-        _rope_kernel[(batch * triton.cdiv(seq_len, launch.block_tokens),)](
-            q_in,
-            k_in,
-            q_out,
-            k_out,
-            cos,
-            sin,
-            cos if positions is None else positions,
-            *q_in.stride(),
-            *k_in.stride(),
-            *positions_strides,
-            seq_len,
-            cos.shape[0],
-            offset,
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            HEAD_DIM=head_dim,
-            INVERSE=inverse,
-            HAS_POSITIONS=positions is not None,
-            BLOCK_TOKENS=launch.block_tokens,
-            BLOCK_HEADS=launch.block_heads,
-            BLOCK_HALF=launch.block_half,
-            num_warps=launch.num_warps,
-            num_stages=1,
-        )
+    q_out = present.new_empty(0) if q is None else _new_like(q)
+    k_out = present.new_empty(0) if k is None else _new_like(k)
+    outputs = (None if q is None else q_out, None if k is None else k_out, None)
+    _rotate((q, k, None), outputs, cos, sin, positions, offset, inverse)
     return q_out, k_out
 
 
@@ -227,7 +149,7 @@ def _launch(
 def _rope_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
 ) -> tuple[Tensor, Tensor]:
-    return _launch(q, k, cos, sin, positions, offset, inverse=False)
+    return _launch(q, k, cos, sin, positions, offset, False)
 
 
 @_rope_forward.register_fake
@@ -240,7 +162,7 @@ def _rope_backward(
     dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; an empty tensor stands for the one whose upstream gradient is None."""
-    return _launch(dq, dk, cos, sin, positions, offset, inverse=True)
+    return _launch(dq, dk, cos, sin, positions, offset, True)
 
 
 @_rope_backward.register_fake
@@ -252,25 +174,47 @@ def _(
     return any_grad.new_empty(0 if dq is None else dq.shape), any_grad.new_empty(0 if dk is None else dk.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    _, _, cos, sin, positions, offset = inputs
+def _save(ctx: Any, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
     ctx.save_for_backward(cos, sin, positions)
     ctx.offset = offset
     # An output that nothing used then sends None, and that side is left out of the launch.
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, *inputs[2:])
+
+
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
     cos, sin, positions = ctx.saved_tensors
     dq = dq if ctx.needs_input_grad[0] else None
     dk = dk if ctx.needs_input_grad[1] else None
     if dq is None and dk is None:
         return (None,) * 6
-    q_grad, k_grad = _rope_backward(dq, dk, cos, sin, positions, ctx.offset)
+    # With gradients recorded (create_graph) the op says that it has no second derivative.
+    if torch.is_grad_enabled() or not may_skip_dispatcher(dq, dk):
+        q_grad, k_grad = _rope_backward(dq, dk, cos, sin, positions, ctx.offset)
+    else:
+        q_grad, k_grad = _launch(dq, dk, cos, sin, positions, ctx.offset, True)
     return None if dq is None else q_grad, None if dk is None else k_grad, None, None, None, None
 
 
 _rope_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Rope(torch.autograd.Function):
+    """rope without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        _save(ctx, cos, sin, positions, offset)
+        return _launch(q, k, cos, sin, positions, offset, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _backward(ctx, *grad_outputs)
 
 
 def _check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
@@ -317,6 +261,16 @@ def _check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Ten
         raise ValueError(f"positions has shape {tuple(positions.shape)}: expected {' or '.join(map(str, allowed))}")
 
 
+def _apply(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
+) -> tuple[Tensor, Tensor]:
+    if not may_skip_dispatcher(q, k, cos, sin, positions):
+        return _rope_forward(q, k, cos, sin, positions, offset)
+    if needs_grad(q, k):
+        return _Rope.apply(q, k, cos, sin, positions, offset)
+    return _launch(q, k, cos, sin, positions, offset, False)
+
+
 def rope(
     q: Tensor,
     k: Tensor,
@@ -356,6 +310,6 @@ def rope(
     if select_backend(backend, q.device) == "reference":
         return rope_reference(q, k, cos, sin, positions=positions, offset=offset)
     if q.dim() == 3:
-        packed_q, packed_k = _rope_forward(q.unsqueeze(0), k.unsqueeze(0), cos, sin, positions, offset)
+        packed_q, packed_k = _apply(q.unsqueeze(0), k.unsqueeze(0), cos, sin, positions, offset)
         return packed_q.squeeze(0), packed_k.squeeze(0)
-    return _rope_forward(q, k, cos, sin, positions, offset)
+    return _apply(q, k, cos, sin, positions, offset)

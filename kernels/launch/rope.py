@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
@@ -15,8 +16,8 @@ class RopeLaunch:
     """How the rope kernel is launched.
 
     Attributes:
-        block_tokens: tokens a program; cos and sin of a token are read once.
-        block_heads: heads a step of a program's loop over all heads.
+        block_tokens: tokens a program.
+        block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
     """
@@ -31,20 +32,24 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def rope_launch(seq_len: int, heads: int, head_dim: int, itemsize: int, profile: DeviceProfile) -> RopeLaunch:
+def rope_launch(
+    seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
+) -> RopeLaunch:
     """Chooses tiles of (tokens, heads, head_dim / 2) in which each thread holds two 16-byte vectors of each half.
 
     Args:
         seq_len: tokens of one sequence (tiles do not cross sequences).
-        heads: the larger of the numbers of query and key heads.
+        heads: query heads.
+        kv_heads: key heads.
         head_dim: elements of a head, even.
         itemsize: bytes of an element.
         profile: unused so far: the op is bound by memory on every device.
     """
     del profile
     block_half = _power_of_two(head_dim // 2)
-    # 8 heads: a usual number of key heads, so that the key loop of a GQA model masks nothing.
-    block_heads = min(8, _power_of_two(heads))
+    block_heads = math.gcd(heads, kv_heads, 8)  # no partial tile
+    if block_heads == 1:
+        block_heads = min(8, _power_of_two(max(heads, kv_heads)))
     per_thread = _VECTORS * 16 // itemsize
     elements = _THREADS * per_thread
     block_tokens = max(1, min(elements // (block_heads * block_half), _power_of_two(seq_len)))

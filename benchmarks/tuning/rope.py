@@ -1,0 +1,74 @@
+"""Launch choices of rope to be timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tuning.base import Target
+
+from fuselm.kernels.launch.rope import RopeLaunch
+
+ELEMENT = 2  # bytes of bf16
+# batch, seq, query heads, key heads, head_dim
+SHAPES = ((4, 4096, 32, 8, 128), (8, 2048, 32, 8, 64), (32, 1024, 12, 12, 64), (3, 1025, 24, 8, 128))
+
+Shape = tuple[int, int, int, int, int]
+
+
+def _inputs(shape: Shape, device: torch.device) -> list[torch.Tensor]:
+    """q and k as views of a packed qkv, and the tables."""
+    batch, seq_len, heads, kv_heads, head_dim = shape
+    generator = torch.Generator(device).manual_seed(0)
+    qkv = torch.randn((batch, seq_len, heads + 2 * kv_heads, head_dim), device=device, generator=generator).bfloat16()
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    angle = torch.arange(seq_len, dtype=torch.float64, device=device)[:, None] * frequency
+    return [qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], angle.cos().float(), angle.sin().float()]
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.float().chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
+
+
+def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    q, k, cos, sin = _inputs(shape, device)
+    if direction == "forward":
+        return (
+            lambda: torch.ops.fuselm.rope_forward(q, k, cos, sin, None, 0),
+            lambda: (_turned(q, cos, sin), _turned(k, cos, sin)),
+        )
+    dq, dk = q.contiguous(), k.contiguous()
+    return (
+        lambda: torch.ops.fuselm.rope_backward(dq, dk, cos, sin, None, 0),
+        lambda: (_turned(dq, cos, -sin), _turned(dk, cos, -sin)),
+    )
+
+
+def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
+    _, seq_len, _, kv_heads, head_dim = shape
+    half = head_dim // 2
+    found = []
+    for heads in (8, 4, 2, 16) if kv_heads % 8 == 0 else (4, 2, 8, 16):
+        for vectors in (2, 1, 4):  # of 8 elements of each half that a thread holds
+            for warps in (4, 8, 2):
+                tokens = warps * 32 * vectors * 8 // (heads * half)
+                if tokens and heads <= 16 and tokens <= seq_len:
+                    found.append(RopeLaunch(tokens, heads, half, warps))
+    return tuple(found[:18])
+
+
+TARGETS = [
+    Target(
+        f"rope {direction} {batch}x{seq_len}, {heads}+{kv_heads} heads of {head_dim} bf16",
+        "fuselm.kernels.rope.rope_launch",
+        _candidates((batch, seq_len, heads, kv_heads, head_dim)),
+        functools.partial(_make, (batch, seq_len, heads, kv_heads, head_dim), direction),
+        2 * batch * seq_len * (heads + kv_heads) * head_dim * ELEMENT + seq_len * head_dim * 4,
+    )
+    for batch, seq_len, heads, kv_heads, head_dim in SHAPES
+    for direction in ("forward", "backward")
+]

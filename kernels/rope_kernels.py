@@ -1,0 +1,212 @@
+"""The rope kernel: the heads of q and k rotated, those of v copied, in one launch."""
+
+from __future__ import annotations
+
+from fuselm.kernels._triton import jit, tl
+
+
+@jit
+def _heads_tile(
+    x_ptr,
+    out_ptr,
+    stride_batch,
+    stride_token,
+    stride_head,
+    stride_dim,
+    out_stride_token,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    tokens,  # [T, 1, 1] int64
+    position,  # [T, 1, 1] int64
+    seq_len,
+    table_len,
+    first_head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    INVERSE: tl.constexpr,
+    CHECK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Rotates, or copies, BLOCK_HEADS heads of a block of tokens. CHECK: positions may lie outside the tables."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = (first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]).to(tl.int64)
+    column = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask = (tokens < seq_len) & (head < HEADS) & (column < HALF)  # [T, H, HALF]
+    x = x_ptr + batch * stride_batch + tokens * stride_token + head * stride_head + column.to(tl.int64) * stride_dim
+    out = out_ptr + (batch * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
+    far = tl.cast(HALF, tl.int64) * stride_dim
+    if EVEN:
+        x1 = tl.load(x)
+        x2 = tl.load(x + far)
+    else:
+        x1 = tl.load(x, mask=mask, other=0.0)
+        x2 = tl.load(x + far, mask=mask, other=0.0)
+    if ROTATE:
+        # The tables are read in the shape of x, again for each head (from the L1 cache): a smaller tile would have
+        # another layout, and meet x through shared memory.
+        at = tl.broadcast_to(position * HALF + column, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF])
+        if EVEN and not CHECK:
+            cos = tl.load(cos_ptr + at).to(tl.float32)
+            sin = tl.load(sin_ptr + at).to(tl.float32)
+        else:
+            # A position outside the table reads nothing and gives NaN: a check on the host would wait for the device.
+            inside = mask & (position >= 0) & (position < table_len)
+            cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+            sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+        if INVERSE:
+            sin = -sin
+        a, b = x1.to(tl.float32), x2.to(tl.float32)
+        x1 = (a * cos - b * sin).to(out_ptr.dtype.element_ty)
+        x2 = (b * cos + a * sin).to(out_ptr.dtype.element_ty)
+    if EVEN:
+        tl.store(out, x1)
+        tl.store(out + HALF, x2)
+    else:
+        tl.store(out, x1, mask=mask)
+        tl.store(out + HALF, x2, mask=mask)
+
+
+@jit
+def rope_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    q_stride_batch,
+    q_stride_token,
+    q_stride_head,
+    q_stride_dim,
+    k_stride_batch,
+    k_stride_token,
+    k_stride_head,
+    k_stride_dim,
+    v_stride_batch,
+    v_stride_token,
+    v_stride_head,
+    v_stride_dim,
+    q_out_stride_token,
+    k_out_stride_token,
+    v_out_stride_token,
+    positions_stride_batch,
+    positions_stride_token,
+    seq_len,
+    table_len,
+    offset,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
+    0 heads leave a part out. EVEN: every tile is full."""
+    Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    K_BLOCKS: tl.constexpr = (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
+    part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+    block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+    blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
+    batch = (block // blocks).to(tl.int64)
+    tokens = (block % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
+    if HAS_POSITIONS:
+        at = positions_ptr + batch * positions_stride_batch + tokens * positions_stride_token
+        position = tl.load(at, mask=tokens < seq_len, other=0).to(tl.int64)
+    else:
+        position = tokens + offset
+    if part < Q_BLOCKS:
+        _heads_tile(
+            q_ptr,
+            q_out_ptr,
+            q_stride_batch,
+            q_stride_token,
+            q_stride_head,
+            q_stride_dim,
+            q_out_stride_token,
+            cos_ptr,
+            sin_ptr,
+            batch,
+            tokens,
+            position,
+            seq_len,
+            table_len,
+            part * BLOCK_HEADS,
+            Q_HEADS,
+            HEAD_DIM,
+            True,
+            INVERSE,
+            HAS_POSITIONS,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+    elif part < Q_BLOCKS + K_BLOCKS:
+        _heads_tile(
+            k_ptr,
+            k_out_ptr,
+            k_stride_batch,
+            k_stride_token,
+            k_stride_head,
+            k_stride_dim,
+            k_out_stride_token,
+            cos_ptr,
+            sin_ptr,
+            batch,
+            tokens,
+            position,
+            seq_len,
+            table_len,
+            (part - Q_BLOCKS) * BLOCK_HEADS,
+            K_HEADS,
+            HEAD_DIM,
+            True,
+            INVERSE,
+            HAS_POSITIONS,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+    elif V_HEADS > 0:
+        _heads_tile(
+            v_ptr,
+            v_out_ptr,
+            v_stride_batch,
+            v_stride_token,
+            v_stride_head,
+            v_stride_dim,
+            v_out_stride_token,
+            cos_ptr,
+            sin_ptr,
+            batch,
+            tokens,
+            position,
+            seq_len,
+            table_len,
+            (part - Q_BLOCKS - K_BLOCKS) * BLOCK_HEADS,
+            V_HEADS,
+            HEAD_DIM,
+            False,
+            INVERSE,
+            HAS_POSITIONS,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
