@@ -144,7 +144,7 @@ def compile_ahead(arguments: Arguments, jobs: int) -> None:
 
 
 def summary(result: Result) -> str:
-    """One line: ours, the best peer, the ratio."""
+    """One line: ours, the best peer, its time over ours; then a line for each that failed."""
     ours = result.providers.get(OURS)
     head = f"{result.op} {result.label} {result.direction}:"
     if ours is None or ours.ms is None:
@@ -155,7 +155,7 @@ def summary(result: Result) -> str:
     goal = f", goal {result.goal_ms} {'met' if ours.ms <= result.goal_ms else 'MISSED'}" if result.goal_ms else ""
     peers = {n: m.ms for n, m in result.providers.items() if m.ms and m.status == "ok" and not is_ours(n)}
     best = min(peers, key=lambda n: peers[n], default="")
-    against = f" | best peer {best} {peers[best]:.4f} ms, ratio {ours.ms / peers[best]:.3f}" if best else ""
+    against = f" | best peer {best} {peers[best]:.4f} ms, {peers[best] / ours.ms:.2f}x" if best else ""
     bad = [f"{n} {m.status}" for n, m in result.providers.items() if m.status.startswith(("failed", "wrong"))]
     return "\n    ".join([f"{head} {ours.ms:.4f} ms ({speed}{share}{graph}{goal}){against}", *bad])
 

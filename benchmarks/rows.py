@@ -162,6 +162,17 @@ TINY_ROWS: tuple[Row, ...] = (
     _linear_loss(9, 16, 37),
     _attention(2, 19, 4, 2, 16),
 )
+QUICK_ROWS: tuple[Row, ...] = (  # fit into 8 GB of GPU memory, the fp64 check too
+    _norm("rms_norm", 8192, 4096),
+    _norm("add_rms_norm", 8192, 4096),
+    _loss(4096, 32000),
+    _swiglu(4096, 11008),
+    _rope(2, 2048, 32, 8, 128),
+    _adamw("fp32", shapes=_llama_shapes(6, 768, 256, 2048, 32000)),
+    _linear_loss(4096, 2048, 32000),
+    _attention(2, 2048, 32, 8, 128),
+    _attention(4, 2048, 12, 12, 64),
+)
 
 
 def make_inputs(row: Row, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -341,3 +341,24 @@ def test_only_the_flash_attn_package_itself_counts_as_it(monkeypatch):
     _stub(monkeypatch, "flash_attn")
     with pytest.raises(ImportError, match="only FlashAttention-4"):
         importlib.import_module("peers.flash_attn2").providers()
+
+
+def test_quick_prints_the_kernel_of_each_op_and_a_line_a_row(monkeypatch, tmp_path, capsys):
+    quick: Any = importlib.import_module("quick")
+    monkeypatch.setattr(quick, "TINY_ROWS", [TINY["swiglu"]])
+    output = tmp_path / "quick.json"
+    command = ["quick.py", "--output", str(output), "--rounds", "2", "--providers", "eager"]
+    monkeypatch.setattr(sys, "argv", command)
+    quick.main()
+    printed = capsys.readouterr().out
+    assert "linear_cross_entropy" in printed and "attention" in printed  # of the table of kernels
+    (line,) = [line for line in printed.splitlines() if "5x24" in line and "forward+backward" in line and "│" in line]
+    measured = json.loads(output.read_text())["rows"][1]["providers"]
+    assert f"{measured['eager']['ms'] / measured['fuselm']['ms']:.2f}x" in line and "eager" in line
+    assert "show nothing about GPUs" in printed
+
+
+def test_quick_rows_fit_into_small_cards():
+    for row in rows.QUICK_ROWS:
+        moved, _ = rows.work(row, torch.bfloat16, row.directions[-1])
+        assert moved < 2.5e9, row.name
