@@ -157,7 +157,7 @@ def _meshes() -> dict[str, Any]:
             p.grad = place(g, cut)
         optimizer.step()
         norms.append(float(optimizer.grad_norm))
-    seen = {"norms": norms, "params": full(params)}
+    seen: dict[str, Any] = {"norms": norms, "params": full(params)}
     weight: Any = params[4]
     weight.grad = type(weight).from_local(weight.grad.to_local(), mesh, (Replicate(), Partial()), run_check=False)
     try:
@@ -165,6 +165,84 @@ def _meshes() -> dict[str, Any]:
     except ValueError as error:
         seen["partial"] = str(error)
     return seen
+
+
+def _collectives(mesh: Any) -> dict[str, list[int]]:
+    """Numbers in each all-reduce of a step, for all parameters sharded, and with one that is not."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from fuselm.kernels.adamw import AdamW
+
+    seen: dict[str, list[int]] = {}
+    all_reduce = dist.all_reduce
+    for name in ("all sharded", "one plain"):
+        net = Net()
+        fully_shard(net, mesh=mesh, ignored_params={net.plain} if name == "one plain" else set())
+        optimizer = AdamW(net.parameters(), **OPTIONS)
+        train(net, optimizer, 1)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        seen[name] = sizes = []
+
+        def counting(tensor: torch.Tensor, *args: Any, sizes=sizes, **kwargs: Any) -> Any:
+            sizes.append(tensor.numel())
+            return all_reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = counting
+        optimizer.step()
+        dist.all_reduce = all_reduce
+        seen[f"{name}, not finite"] = []
+        if dist.get_rank() == 0:
+            grad: Any = net.get_parameter("embedding.weight").grad
+            grad.to_local()[0] = float("inf")
+        optimizer.step()
+        seen[f"{name}, not finite"] = [int(optimizer.skipped_steps)]
+    return seen
+
+
+ROUNDED_SHAPES = [(6, 8), (6, 8), (6, 8), (6, 8), (4, 6, 8), (7, 5), (48,), (6, 8)]
+
+
+def rounded(place: Any) -> tuple[list[Any], Any]:
+    """Parameters in bf16 rounded stochastically, three steps; place(number, tensor) cuts them."""
+    from fuselm.kernels.adamw import AdamW
+
+    def whole(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator).bfloat16() for shape in ROUNDED_SHAPES]
+
+    params = [place(i, p).detach().requires_grad_() for i, p in enumerate(whole(0))]
+    optimizer = AdamW(params, lr=1e-2, stochastic_rounding=True, seed=7, state_dtype=torch.bfloat16)
+    for step in range(1, 4):
+        for i, g in enumerate(whole(step)):
+            params[i].grad = place(i, g)
+        optimizer.step()
+    return params, optimizer
+
+
+def _rounded() -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    line = init_device_mesh("cpu", (4,))
+    cuts = [
+        (mesh, (Shard(0), Shard(1))),
+        (mesh, (Shard(0), Shard(0))),
+        (mesh, (Replicate(), Shard(1))),
+        (line, (Shard(0),)),  # rows 2, 2, 2, 0
+        (mesh, (Shard(0), Shard(1))),
+        (line, (Shard(1),)),  # columns 2, 2, 1, 0
+        (line, (Shard(0),)),
+        (None, ()),
+    ]
+
+    def place(i: int, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if cuts[i][0] is None else distribute_tensor(tensor, cuts[i][0], cuts[i][1])
+
+    params, optimizer = rounded(place)
+    return {"params": full(params), "moments": full(optimizer.state[p]["exp_avg_sq"] for p in params)}
 
 
 def by_hand(seed: int) -> list[torch.Tensor]:
@@ -180,8 +258,10 @@ def _process(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     seen = {"fsdp": _fsdp(mesh, world, folder)}
+    seen["collectives"] = _collectives(mesh)
     if world == 4:
         seen["meshes"] = _meshes()
+        seen["rounded"] = _rounded()
     torch.save(seen, folder / f"seen{world}-{rank}.pt")
     dist.barrier()
     del mesh
@@ -302,3 +382,25 @@ def test_meshes_of_two_dimensions_equal_one_process(seen):
         close(meshes["params"], [p.detach() for p in params])
         assert meshes["norms"] == seen[4, 0]["meshes"]["norms"]
         assert "partial" in meshes["partial"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_norm_of_sharded_parameters_is_one_all_reduce_of_one_number(seen, world):
+    for rank in range(world):
+        collectives = seen[world, rank]["collectives"]
+        assert collectives["all sharded"] == [1]
+        assert collectives["one plain"] == [3]  # sharded, plain, ranks that saw a number that is not finite
+        assert collectives["all sharded, not finite"] == collectives["one plain, not finite"] == [1]  # step skipped
+
+
+def test_one_process_reduces_nothing(seen):
+    assert seen[1, 0]["collectives"]["all sharded"] == seen[1, 0]["collectives"]["one plain"] == []
+
+
+def test_random_bits_do_not_depend_on_the_sharding(seen):
+    """Bitwise, whichever dimensions are cut."""
+    params, optimizer = rounded(lambda _, tensor: tensor)
+    for rank in range(4):
+        for i, (a, b) in enumerate(zip(seen[4, rank]["rounded"]["params"], params, strict=True)):
+            assert torch.equal(a, b.detach()), i
+            assert torch.equal(seen[4, rank]["rounded"]["moments"][i], optimizer.state[b]["exp_avg_sq"]), i
