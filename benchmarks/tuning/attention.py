@@ -72,8 +72,13 @@ def _backward(
 
 def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
     shapes = [(2, 128, 2)] if head_dim == 128 else [(3, 128, 2), (3, 128, 3), (2, 128, 3)]
-    switches = itertools.product(shapes, (False, True), (True, False), (16 * MIB, 32 * MIB, 8 * MIB))
-    return tuple(HopperForwardLaunch(*shape, *rest) for shape, *rest in switches)
+    return tuple(
+        HopperForwardLaunch(*shape, ping_pong, persistent, section * MIB)
+        for shape in shapes
+        for ping_pong in (False, True)
+        for persistent in (True, False)
+        for section in (16, 32, 8)
+    )
 
 
 def _backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

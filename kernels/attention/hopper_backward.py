@@ -44,7 +44,7 @@ from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
 
 
-@jit
+@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def _prepare_kernel(
     o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr,
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
@@ -81,7 +81,7 @@ def _prepare_kernel(
     tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :], zeros)
 
 
-@jit
+@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def _finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
     queries, keys, heads, documents, tiles, scale,

@@ -264,7 +264,7 @@ def place_of(tile, table_ptr, rows, others, PACKED: tl.constexpr, ROWS: tl.const
         return tile * ROWS, rows, tile * 0, others, tile * 0, tile * 0
 
 
-@jit
+@jit(do_not_specialize=["rows", "others", "documents"])
 def _tile_table_kernel(table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     first, length, begin, other_length, other_begin = locate(
