@@ -7,6 +7,7 @@ ordinary tokens, never the special id, and no post-processor adds tokens of its 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -124,8 +125,9 @@ class TextTokenizer:
     def special_tokens(self) -> dict[str, int]:
         """The tokens that are marked special and stand for no text, with their ids."""
         added = self._backend.get_added_tokens_decoder()
-        unknown = getattr(self._backend.model, "unk_token", None)
-        return {token.content: number for number, token in added.items() if token.special and token.content != unknown}
+        model = json.loads(self._backend.to_str())["model"]
+        unknown = model.get("unk_id") if "unk_id" in model else self._backend.token_to_id(model.get("unk_token") or "")
+        return {token.content: number for number, token in added.items() if token.special and number != unknown}
 
     def to_json(self) -> bytes:
         """The tokenizer.json of this tokenizer."""

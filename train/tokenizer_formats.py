@@ -1,7 +1,8 @@
 """Tokenizers as other programs publish them, turned into a tokenizer.json: tiktoken ranks and SentencePiece models.
 
 Neither library is needed: both formats are simple, and the `tokenizers` library computes the same ids from what they
-hold. A tokenizer.json is taken as it is, byte for byte.
+hold. (The exception: after a user-defined symbol in text a SentencePiece model with a dummy prefix gets a second one,
+and such text is refused.) A tokenizer.json is taken as it is, byte for byte.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
+_NEVER = -1e6  # a score (log-probability) that no other way to cut a text is as low as
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -245,7 +247,9 @@ def _from_sentencepiece(path: Path, content: bytes) -> Tokenizer:
         name = None if unknown is None else pieces[unknown][0]
         model: Any = models.BPE(vocabulary, _merges(pieces), unk_token=name, fuse_unk=True, byte_fallback=byte_fallback)
     else:
-        model = models.Unigram([(piece, score) for piece, score, _ in pieces], unknown, byte_fallback)
+        # Only these kinds may be found in text; a vocabulary of this library has no way to say so but the score.
+        scores = [(piece, score if kind in (_NORMAL, _USER_DEFINED) else _NEVER) for piece, score, kind in pieces]
+        model = models.Unigram(scores, unknown, byte_fallback)
     tokenizer = Tokenizer(model)
     steps: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
     if normalizer.get(4, 1):
