@@ -33,12 +33,13 @@ if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone tha
 import torch
 import tyro
 from expected import run_call
-from measure import OURS, Ceilings, Result, RowRun, configure_compile, is_ours, release
+from measure import OURS, Ceilings, Result, RowRun, configure_compile, describe, is_ours, release
 from peers.base import Maker
 from peers.registry import Peers, load_peers
 from rows import ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
 from timing import card_state, copy_bandwidth, environment, matmul_rate
 
+LOOK_S = 30.0  # between looks at the card's state, which nvidia-smi takes its time for
 NOT_COMPILED = ("eager", "torch foreach", "torch fused")  # what processes of --jobs need not run
 
 
@@ -100,7 +101,8 @@ def chosen_makers(peers: Peers, row: Row, providers: tuple[str, ...]) -> dict[st
     return {
         name: maker
         for name, maker in makers.items()
-        if (name != compiled or row.compiled) and (is_ours(name) or not providers or name in providers)
+        if (name != compiled or row.compiled)
+        and (is_ours(name) or not providers or name in providers or name.split(",")[0] in providers)
     }
 
 
@@ -160,6 +162,16 @@ def summary(result: Result) -> str:
     return "\n    ".join([f"{head} {ours.ms:.4f} ms ({speed}{share}{graph}{goal}){against}", *bad])
 
 
+def _lost(device: torch.device) -> str:
+    """Why nothing can be measured in this process any more: a kernel broke the CUDA context. "" if all is well."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return describe(error)
+    return ""
+
+
 def compare(
     arguments: Arguments, rows: list[Row], device: torch.device, dtype: torch.dtype, started: float
 ) -> dict[str, Any]:
@@ -183,7 +195,9 @@ def compare(
     if not facts["shows_gpu"]:
         print("Small shapes, or no GPU: these times show nothing about GPUs.")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    for row in rows:
+    looked = started
+    for i, row in enumerate(rows):
+        lost = ""
         if time.monotonic() - started > arguments.budget_s:
             facts["left_out"].append(row.name)
         else:
@@ -192,10 +206,20 @@ def compare(
                 facts["rows"].append(dataclasses.asdict(result))
                 print(summary(result), flush=True)
             del run
-            release(device)
-        facts["card_at_end"] = card_state() if on_gpu else ""
+            lost = _lost(device)
+            if not lost:
+                release(device)
+        if lost:
+            facts["left_out"] += [r.name for r in rows[i + 1 :]]
+            facts["card_lost"] = f"{row.name}: {lost}"
+        elif on_gpu and (row is rows[-1] or time.monotonic() - looked > LOOK_S):
+            facts["card_at_end"], looked = card_state(), time.monotonic()
         facts["seconds"] = round(time.monotonic() - started, 1)
         arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
+        if lost:
+            raise SystemExit(
+                f"error: the GPU stopped at {row.name} ({lost}): what {arguments.output} says of it is void"
+            )
     if facts["left_out"]:
         print(f"left out, no time: {'; '.join(facts['left_out'])}")
     print(f"wrote {arguments.output} after {facts['seconds']} s")

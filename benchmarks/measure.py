@@ -111,20 +111,28 @@ def _both(call: Call, upstream: Sequence[torch.Tensor]) -> None:
 def _captured(make: Callable[[], Callable[[], Any]], reset: Callable[[], None] | None) -> Callable[[], None]:
     """A CUDA graph of one call. What is kept for a backward pass is made on the capturing stream: autograd runs a node
     on the stream of its forward pass."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function = make()
-        for _ in range(2):
-            if reset is not None:
-                reset()
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            function = make()
+            for _ in range(2):
+                if reset is not None:
+                    reset()
+                function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
             function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        function()
-    return graph.replay
+    finally:
+        torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
+    return partial(_replay, graph, function)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, function: Callable[[], Any]) -> None:
+    """Replays the graph; `function` is here to keep what the graph reads alive."""
+    del function
+    graph.replay()
 
 
 def _once(call: Call, function: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
@@ -233,7 +241,12 @@ class RowRun:
         return {n: reset for n in names if (reset := self.calls[n].reset) is not None}
 
     def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
-        timings = interleaved(functions, self.device, result.rounds, resets=self._resets(functions), warmup=1)
+        try:
+            timings = interleaved(functions, self.device, result.rounds, resets=self._resets(functions), warmup=1)
+        except Exception as error:  # all ran alone a moment ago; which one it was cannot be told
+            for name in functions:
+                result.providers[name].status = f"failed: while timed in turn, {describe(error)}"
+            return
         for name, timing in timings.items():
             m = result.providers[name]
             m.ms, m.low_ms, m.high_ms = timing.median_ms, timing.low_ms, timing.high_ms

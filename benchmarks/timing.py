@@ -134,6 +134,7 @@ def environment(device: torch.device) -> dict[str, str]:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         facts["driver"] = _output(query).splitlines()[0] if _output(query) else "unknown"
         facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
     commit = _output(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
     commit = commit or os.environ.get("FUSELM_COMMIT", "")  # for a copy of the tree without its history
     changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])

@@ -147,6 +147,43 @@ def test_our_optimizer_passes_and_torch_says_what_it_lacks(row):
     assert got["torch foreach"].status == "ok" if has else "no fp32 master" in got["torch foreach"].status
 
 
+def test_a_provider_brings_its_variants():
+    peers: Any = importlib.import_module("peers.registry").Peers()
+    names = ("fuselm", "fuselm, compiled", "fuselm, in place", "QuACK", "QuACK, in place", "eager")
+    peers.makers["cross_entropy"] = dict.fromkeys(names)
+    chosen = list(compare_kernels.chosen_makers(peers, TINY["cross_entropy"], ("QuACK",)))
+    assert chosen == ["fuselm", "fuselm, in place", "QuACK", "QuACK, in place"]
+
+
+def test_a_card_that_is_lost_ends_the_run_and_leaves_what_was_measured(monkeypatch, tmp_path):
+    output = tmp_path / "kernels.json"
+    monkeypatch.setattr(compare_kernels, "_lost", lambda device: "AcceleratorError: an illegal memory access")
+    command = ["compare_kernels.py", "--output", str(output), "--tiny", "--rounds", "2", "--only", "x37"]
+    monkeypatch.setattr(sys, "argv", [*command, "--providers", "eager"])
+    with pytest.raises(SystemExit, match="the GPU stopped at cross_entropy 7x37"):
+        compare_kernels.main()
+    facts = json.loads(output.read_text())
+    assert [r["op"] for r in facts["rows"]] == ["cross_entropy"]
+    assert facts["left_out"] == ["linear_cross_entropy 9x16x37"] and "illegal memory access" in facts["card_lost"]
+
+
+def test_a_call_that_fails_while_timed_does_not_end_the_run():
+    calls = []
+
+    def flaky(inputs: Any) -> Any:
+        def forward() -> Any:
+            calls.append(1)
+            if len(calls) > 4:
+                raise RuntimeError("out of memory")
+            return rows.SPEC_OF["swiglu"].plain(**inputs)
+
+        return base.Call(forward, base.leaves_of(inputs))
+
+    results = _run(TINY["swiglu"], {"flaky": flaky})
+    assert results["forward"].providers["flaky"].status == "failed: while timed in turn, RuntimeError: out of memory"
+    assert results["forward"].providers["flaky"].ms is None
+
+
 def test_a_backward_pass_that_cannot_be_repeated_is_not_timed_alone():
     x = TINY["rms_norm"]
 

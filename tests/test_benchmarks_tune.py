@@ -116,3 +116,13 @@ def test_interleaved_calls_in_turn():
     timings = interleaved(functions, CPU, 2, warmup=1, resets={"b": lambda: calls.append("-")})
     assert "".join(calls) == "a-b" * 3 and set(timings) == {"a", "b"}
     assert interleaved({}, CPU, 2) == {}
+
+
+@pytest.mark.parametrize("op", tune.known_ops())
+def test_targets_name_launch_functions_that_exist(op):
+    targets = tune.load_targets(op)
+    assert targets and len({t.name for t in targets}) == len(targets)
+    for target in targets:
+        module, _, name = target.attribute.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name)), target.attribute
+        assert len({str(c) for c in target.candidates}) == len(target.candidates), target.name
