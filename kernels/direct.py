@@ -45,3 +45,25 @@ def launch_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(x.get_device())
+
+
+def check_writable(name: str, x: Tensor) -> None:
+    """Refuses inplace=True where the memory of `x`, the argument `name`, is not the caller's to give away.
+
+    Raises:
+        ValueError: `x` is a leaf that autograd watches, or a view of one, or its elements share memory.
+    """
+    base = x if x._base is None else x._base
+    if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+        raise ValueError(
+            f"{name} is a leaf that requires a gradient, or a view of one, and inplace=True would write over its "
+            "values: pass inplace=False"
+        )
+    reach = 0  # of the elements that smaller strides span
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, so elements share memory: inplace=True "
+                "cannot write each of them; pass inplace=False"
+            )
+        reach += (size - 1) * stride if size > 1 else 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend, triton
-from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
+from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.rope import rope_launch
 from fuselm.kernels.rope_kernels import rope_kernel
 
@@ -313,3 +313,181 @@ def rope(
         packed_q, packed_k = _apply(q.unsqueeze(0), k.unsqueeze(0), cos, sin, positions, offset)
         return packed_q.squeeze(0), packed_k.squeeze(0)
     return _apply(q, k, cos, sin, positions, offset)
+
+
+def _split_heads(x: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of (batch, seq, heads, head_dim)."""
+    end = num_heads + num_kv_heads
+    return x[:, :, :num_heads], x[:, :, num_heads:end], x[:, :, end:]
+
+
+def _launch_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    num_heads: int,
+    num_kv_heads: int,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q, rotated k, and v: each in new memory, or views of qkv after q and k were rotated there."""
+    q, k, v = _split_heads(qkv.detach(), num_heads, num_kv_heads)
+    batch, seq_len, _, head_dim = qkv.shape
+    dense = qkv.stride()[2:] == (head_dim, 1) and (batch == 1 or qkv.stride(0) == seq_len * qkv.stride(1))
+    if inplace and dense:
+        _rotate((q, k, None), (q, k, None), cos, sin, positions, offset, False)
+        torch.autograd.graph.increment_version(qkv)  # an op that saved qkv then says so, instead of wrong numbers
+        return q, k, v
+    outputs = _new_like(q), _new_like(k), _new_like(v)
+    _rotate((q, k, v), outputs, cos, sin, positions, offset, False)
+    return outputs
+
+
+def _launch_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
+) -> Tensor:
+    """d(qkv), packed: the gradients of q and k rotated back and that of v copied, in one launch."""
+    batch, seq_len, num_heads, head_dim = dq.shape
+    shape = batch, seq_len, num_heads + 2 * dk.shape[2], head_dim
+    gradient = torch.empty(shape, dtype=dq.dtype, device=dq.device)
+    parts = _split_heads(gradient, num_heads, dk.shape[2])
+    _rotate((dq, dk, dv), parts, cos, sin, positions, offset, True)
+    return gradient
+
+
+@custom_op("fuselm::rope_qkv_forward", mutates_args=())
+def _rope_qkv_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_qkv(qkv, cos, sin, positions, offset, num_heads, num_kv_heads)
+
+
+@_rope_qkv_forward.register_fake
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _split_heads(qkv, num_heads, num_kv_heads)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@custom_op("fuselm::rope_qkv_backward", mutates_args=())
+def _rope_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int
+) -> Tensor:
+    return _launch_qkv_backward(dq, dk, dv, cos, sin, positions, offset)
+
+
+@_rope_qkv_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> Tensor:
+    batch, seq_len, num_heads, head_dim = dq.shape
+    return dq.new_empty((batch, seq_len, num_heads + 2 * dk.shape[2], head_dim))
+
+
+def _setup_qkv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, cos, sin, positions, offset, _, _ = inputs
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.offset = offset
+
+
+def _backward_qkv(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin, positions = ctx.saved_tensors
+    # With gradients recorded (create_graph) the op says that it has no second derivative.
+    direct = not torch.is_grad_enabled() and may_skip_dispatcher(dq, dk, dv)
+    backward = _launch_qkv_backward if direct else _rope_qkv_backward
+    return backward(dq, dk, dv, cos, sin, positions, ctx.offset), None, None, None, None, None, None
+
+
+_rope_qkv_forward.register_autograd(_backward_qkv, setup_context=_setup_qkv)
+
+
+class _RopeQkv(torch.autograd.Function):
+    """rope_qkv without the dispatcher, in qkv's memory where `inplace`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        offset: int,
+        num_heads: int,
+        num_kv_heads: int,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = _launch_qkv(qkv, cos, sin, positions, offset, num_heads, num_kv_heads, inplace)
+        _setup_qkv(ctx, (qkv, cos, sin, positions, offset, num_heads, num_kv_heads), outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return *_backward_qkv(ctx, *grad_outputs), None
+
+
+def rope_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    positions: Tensor | None = None,
+    offset: int = 0,
+    inplace: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits a packed projection into q, k and v and rotates q and k (see `rope`); one launch each way.
+
+    Args:
+        qkv: (batch, seq, num_heads + 2 * num_kv_heads, head_dim) or packed (tokens, heads, head_dim), heads of q, then
+            k, then v; fp32/bf16/fp16 (fp64: reference), any strides.
+        cos: (max_seq, head_dim // 2), fp32. No gradient flows to it.
+        sin: as cos.
+        num_heads: heads of q.
+        num_kv_heads: heads of k and of v.
+        positions: as for `rope`.
+        offset: as for `rope`.
+        inplace: lets q and k be rotated in the memory of qkv, which then holds the three results: no memory is
+            allocated and v is not read. qkv must not be used afterwards (an op that has saved it raises). It is a
+            permission: the reference, and torch.compile, which plans memory itself, take new memory.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        q (batch, seq, num_heads, head_dim), k and v (batch, seq, num_kv_heads, head_dim), in the input dtype:
+        contiguous, or views of qkv. The gradient of qkv is packed, whatever the strides of the upstream ones.
+
+    Raises:
+        ValueError: shapes, head counts or devices do not fit, offset + seq exceeds the tables; with inplace=True qkv is
+            a leaf that requires a gradient, or its elements share memory.
+        TypeError: a dtype is not supported.
+        RuntimeError: backend="triton" where it cannot run.
+    """
+    if qkv.dim() not in (3, 4) or num_heads < 1 or num_kv_heads < 1 or qkv.shape[-2] != num_heads + 2 * num_kv_heads:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)} with num_heads={num_heads} and num_kv_heads={num_kv_heads}: expected "
+            f"(batch, seq, {num_heads + 2 * num_kv_heads}, head_dim) or (tokens, heads, head_dim), heads of q, k, v"
+        )
+    whole = qkv if qkv.dim() == 4 else qkv.unsqueeze(0)
+    q, k, v = _split_heads(whole, num_heads, num_kv_heads)
+    if qkv.dim() == 3:
+        _check_inputs(q[0], k[0], cos, sin, positions, offset)
+    else:
+        _check_inputs(q, k, cos, sin, positions, offset)
+    if qkv.dtype not in _KERNEL_DTYPES:
+        if backend == "triton":
+            raise TypeError(f"qkv is {qkv.dtype}: backend='triton' takes float32, bfloat16, float16")
+        backend = "reference"
+    if inplace and not torch.compiler.is_compiling():
+        check_writable("qkv", qkv)
+    arguments = whole, cos, sin, positions, offset, num_heads, num_kv_heads
+    if select_backend(backend, qkv.device) == "reference":
+        outputs = *rope_reference(q, k, cos, sin, positions=positions, offset=offset), v
+    elif not may_skip_dispatcher(qkv, cos, sin, positions):
+        outputs = _rope_qkv_forward(*arguments)
+    elif needs_grad(qkv):
+        outputs = _RopeQkv.apply(*arguments, inplace)
+    else:
+        outputs = _launch_qkv(*arguments, inplace)
+    q, k, v = outputs
+    return (q, k, v) if qkv.dim() == 4 else (q.squeeze(0), k.squeeze(0), v.squeeze(0))

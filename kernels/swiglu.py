@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl, triton
-from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
+from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.swiglu import SwigluLaunch, swiglu_launch
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -250,24 +250,6 @@ class _Swiglu(torch.autograd.Function):
         return gradient, None
 
 
-def _check_writable(gate_up: Tensor) -> None:
-    """Refuses inplace=True where gate_up is not the caller's to give away."""
-    base = gate_up if gate_up._base is None else gate_up._base
-    if base.is_leaf and base.requires_grad:
-        raise ValueError(
-            "gate_up is a leaf that requires a gradient, or a view of one, and inplace=True would write the gradient "
-            "over its values: pass inplace=False"
-        )
-    reach = 0  # of the elements that smaller strides span
-    for stride, size in sorted(zip(gate_up.stride(), gate_up.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            raise ValueError(
-                f"gate_up has shape {tuple(gate_up.shape)} and strides {gate_up.stride()}, so elements share memory: "
-                "inplace=True cannot write a gradient for each; pass inplace=False"
-            )
-        reach += (size - 1) * stride if size > 1 else 0
-
-
 def swiglu(gate_up: Tensor, *, inplace: bool = False, backend: Backend = "auto") -> Tensor:
     """silu(gate) * up of a packed [gate | up].
 
@@ -293,7 +275,7 @@ def swiglu(gate_up: Tensor, *, inplace: bool = False, backend: Backend = "auto")
     if gate_up.dtype not in (*_KERNEL_DTYPES, torch.float64):
         raise TypeError(f"gate_up is {gate_up.dtype}: expected float32, bfloat16, float16 (float64: reference)")
     if inplace and not torch.compiler.is_compiling():
-        _check_writable(gate_up)
+        check_writable("gate_up", gate_up)
     if gate_up.dtype not in _KERNEL_DTYPES:
         if backend == "triton":
             raise TypeError(f"gate_up is {gate_up.dtype}: backend='triton' takes float32, bfloat16, float16")

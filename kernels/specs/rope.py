@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuselm.kernels.rope import rope
+from fuselm.kernels.rope import rope, rope_qkv
 from fuselm.kernels.specs.base import Case, Direction, KernelSpec, randn
 
 
@@ -97,3 +97,32 @@ _AOT: tuple[Case, ...] = (
 )
 
 ROPE = KernelSpec("rope", rope, _plain, _inputs, _TEST, _GPU, _AOT, _BENCHMARK, _bytes)
+
+
+def _plain_qkv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    positions: torch.Tensor | None,
+    offset: int,
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    return *_plain(q, k, cos, sin, positions, offset), v
+
+
+def _qkv_inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+    inputs = _inputs(case, dtype, device, generator)
+    del inputs["q"], inputs["k"]
+    heads, kv_heads = case["heads"], case["kv_heads"]
+    qkv = randn((*case["lead"], heads + 2 * kv_heads, case["head_dim"]), dtype, device, generator)
+    return {"qkv": qkv, "num_heads": heads, "num_kv_heads": kv_heads} | inputs
+
+
+def _qkv_bytes(case: Case, dtype: torch.dtype, direction: Direction) -> int:
+    copied = 2 * math.prod(case["lead"]) * case["kv_heads"] * case["head_dim"] * dtype.itemsize
+    return _bytes(case, dtype, direction) + copied
+
+
+ROPE_QKV = KernelSpec("rope_qkv", rope_qkv, _plain_qkv, _qkv_inputs, _TEST, _GPU, _AOT, _BENCHMARK, _qkv_bytes)
