@@ -197,7 +197,7 @@ def full_tables(results: KernelResults) -> str:
             cells += ["" if ratio is None else f"{ratio:.2f}x", _goal(row, mine), _others(row, best)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    lines += [*_odd_sizes(results), *_compiled(results)]
+    lines += [*_odd_sizes(results), *_compiled(results), *_small_chunks(results)]
     if results.missing:
         reasons = "; ".join(f"{name} ({_short(reason)})" for name, reason in results.missing.items())
         lines += [f"Not compared: {reasons}.", ""]
@@ -263,6 +263,22 @@ def _compiled(results: KernelResults) -> list[str]:
             cells = (_short(mine["status"]) if mine else "", _short(compiled["status"]), "")
         lines.append(f"| {row['op']} {_named(row)} | {' | '.join(cells)} |")
     return [*lines, "", "Of short calls both are replayed from a CUDA graph.", ""] if rows else []
+
+
+def _small_chunks(results: KernelResults) -> list[str]:
+    lines = [
+        "### With a buffer of logits no larger than Liger's",
+        "",
+        "| row | fuselm ms | extra memory | Liger ms | extra memory | Liger / fuselm |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = [r for r in results.rows.values() if {"Liger", f"{OURS}, Liger's chunk"} <= r["providers"].keys()]
+    for row in rows:
+        pair = [row["providers"][name] for name in (f"{OURS}, Liger's chunk", "Liger")]
+        cells = [cell for m in pair for cell in (milliseconds(m["ms"]) or _short(m["status"]), _memory(m))]
+        ratio = f"{pair[1]['ms'] / pair[0]['ms']:.2f}x" if pair[0]["ms"] and pair[1]["ms"] else ""
+        lines.append(f"| {row['op']} {_named(row)} | {' | '.join(cells)} | {ratio} |")
+    return [*lines, ""] if rows else []
 
 
 @dataclass

@@ -399,3 +399,12 @@ def test_quick_rows_fit_into_small_cards():
     for row in rows.QUICK_ROWS:
         moved, _ = rows.work(row, torch.bfloat16, row.directions[-1])
         assert moved < 2.5e9, row.name
+
+
+def test_our_loss_held_to_ligers_chunk_gets_its_rows(monkeypatch):
+    """8192 rows of 128256 logits, 4096 wide: Liger takes a 32nd of the rows at a time, 256."""
+    ours: Any = importlib.import_module("peers.fuselm_kernels")
+    budgets = []
+    inputs = {"x": torch.empty(8192, 4096, device="meta"), "weight": torch.empty(128256, 4096, device="meta")}
+    ours._small_chunks(lambda **options: budgets.append(options["memory_budget"]), inputs).function()
+    assert budgets == [256 * 128256 * 4]

@@ -77,6 +77,18 @@ def test_the_full_table_has_every_provider_and_what_went_wrong():
     assert "4,280 GB/s" in text
 
 
+def test_variants_of_ours_have_tables_of_their_own():
+    providers = {
+        "fuselm": _measured(1.0, graph_ms=0.8),
+        "fuselm, compiled": _measured(1.5, graph_ms=0.82),
+        "fuselm, Liger's chunk": _measured(1.6, extra_gib=0.25),
+        "Liger": _measured(2.0),
+    }
+    text = tables.full_tables(tables.merged([_facts(_row("loss", "9x9", providers))]))
+    assert "| loss 9x9 forward | 0.8000 | 0.8200 | 1.02 |" in text
+    assert "| loss 9x9 forward | 1.600 | 0.25 GiB | 2.000 | 0.50 GiB | 1.25x |" in text
+
+
 def test_a_later_file_replaces_rows_and_both_sources_are_named():
     later = _facts(
         _row("norm", "64x64", {"fuselm": _measured(4.0), "Liger": _measured(2.0)}),

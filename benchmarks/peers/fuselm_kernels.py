@@ -32,6 +32,13 @@ def _inplace(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
     return Call(call, {"logits": logits}, reset=restore([(logits, inputs["logits"])]), keeps_graph=False)
 
 
+def _small_chunks(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
+    """With a buffer of logits no larger than Liger's: of its rows, a vocabulary's share, rounded up to a power of two."""
+    (rows, dim), vocab = inputs["x"].shape, inputs["weight"].shape[0]
+    chunk = min(1 << (-(-rows // -(-vocab // dim)) - 1).bit_length(), rows)
+    return plain_call(partial(function, memory_budget=chunk * vocab * inputs["x"].element_size()), inputs)
+
+
 def _adamw(inputs: dict[str, Any]) -> Call:
     mode = inputs["mode"]
     state_dtype = torch.bfloat16 if mode == "bf16" else None
@@ -52,5 +59,6 @@ def providers() -> Providers:
         made[spec.name] = {"fuselm": partial(plain_call, spec.function), "fuselm, compiled": _compiled(spec.function)}
     functions = {spec.name: spec.function for spec in SPECS}
     made["cross_entropy"]["fuselm, in place"] = partial(_inplace, functions["cross_entropy"])
+    made["linear_cross_entropy"]["fuselm, Liger's chunk"] = partial(_small_chunks, functions["linear_cross_entropy"])
     made["adamw"] = {"fuselm": _adamw}
     return made
