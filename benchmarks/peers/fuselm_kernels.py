@@ -33,7 +33,7 @@ def _inplace(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
 
 
 def _small_chunks(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
-    """With a buffer of logits no larger than Liger's: of its rows, a vocabulary's share, rounded up to a power of two."""
+    """With a buffer of logits no larger than Liger's, whose rows are the next power of two of rows · dim / vocab."""
     (rows, dim), vocab = inputs["x"].shape, inputs["weight"].shape[0]
     chunk = min(1 << (-(-rows // -(-vocab // dim)) - 1).bit_length(), rows)
     return plain_call(partial(function, memory_budget=chunk * vocab * inputs["x"].element_size()), inputs)
