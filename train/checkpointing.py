@@ -6,7 +6,7 @@
 
 Everything goes to step_XXXXXXXX.tmp; the manifest is written last and the folder renamed, so a folder without .tmp is
 whole. Sizes are compared when a checkpoint is looked for, CRCs before it is loaded: a flipped bit is otherwise just
-another weight. Old checkpoints go only after the new one is in place.
+another weight. Old checkpoints go only after the new one is in place. Writing is checkpoint_writer.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from fuselm.train.distributed import World
@@ -41,9 +39,9 @@ MANIFEST = "manifest.json"
 OWN_CRC = "crc32"  # the manifest's key for the checksum over all of its other keys
 FOLDER = "checkpoints"
 # DCP wraps what went wrong on any rank in a CheckpointException, which is a BaseException but no Exception.
-_DCP_ERRORS = (Exception, CheckpointException)
+DCP_ERRORS = (Exception, CheckpointException)
 # Checkpoints whose checksums this process has compared or written: retention need not read them again.
-_trusted: set[Path] = set()
+trusted: set[Path] = set()
 STATE_BYTES = 12  # a parameter: fp32 value and two fp32 moments
 
 
@@ -145,7 +143,7 @@ def verify(checkpoint: Path, world: World | None = None) -> dict[str, Any]:
         return manifest
 
     manifest = world.together(check) if world else check()
-    _trusted.add(checkpoint)
+    trusted.add(checkpoint)
     return manifest
 
 
@@ -191,140 +189,10 @@ def clean(run: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-# --- Saving ---------------------------------------------------------------------------------------------------------
+# --- Files ----------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
-    run: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    world: World,
-    keep: int,
-    config: dict[str, Any],
-    position: dict[str, Any],
-    progress: dict[str, Any],
-) -> Path:
-    """Write a checkpoint from all ranks, then delete the oldest beyond `keep`.
-
-    Args:
-        run: the run folder, shared by all ranks.
-        step: optimizer steps done.
-        model: sharded or not.
-        optimizer: its state is saved by parameter name.
-        world: all of its ranks call this together.
-        keep: complete checkpoints that stay, this one included.
-        config: the resolved configuration, for the manifest.
-        position: what fixes the order of the data (see feeds.py), for the manifest.
-        progress: how far the run is (see progress.py), for the manifest.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: on every rank, when it could not be written; earlier checkpoints are untouched.
-    """
-    folder = step_folder(run, step)
-    temporary = folder.with_suffix(".tmp")
-    size = checkpoint_bytes(model)
-
-    def prepare() -> None:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            require_space(folder.parent, size, f"the checkpoint of step {step}")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-        except OSError as error:
-            raise UserError(f"cannot write {temporary}: {error.strerror}") from error
-
-    world.from_main(prepare)
-    state = _training_state(model, optimizer)
-    files: dict[str, Any] = {}
-
-    def write() -> None:
-        try:
-            dcp_save(state, checkpoint_id=temporary)
-        except _DCP_ERRORS as error:
-            free = shutil.disk_usage(temporary.parent).free
-            raise UserError(
-                f"the checkpoint of step {step} could not be written to {temporary}: {_cause(error)} "
-                f"({human_bytes(size)} were needed, {human_bytes(free)} are free there)"
-            ) from None
-
-    try:
-        world.together(write)
-        files.update(_checksums(temporary, world))
-        world.from_main(lambda: _finish(temporary, folder, step, files, world, config, position, progress))
-        _trusted.add(folder)
-    except UserError:
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    world.from_main(lambda: _delete_old(run, keep))
-    return folder
-
-
-def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "rng": {"cpu": torch.get_rng_state()},
-    }
-    if torch.cuda.is_available():
-        state["rng"]["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _checksums(folder: Path, world: World) -> dict[str, Any]:
-    """Size and CRC of every file; each rank reads its own, which are still in its page cache."""
-
-    def mine() -> dict[str, Any]:
-        try:
-            names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-            # DCP names files __RANK_N.distcp; a rank without data writes none, and .metadata is rank 0's.
-            own = [n for n in names if (int(n[2:].partition("_")[0]) if n.startswith("__") else 0) == world.rank]
-            return {name: {"bytes": (folder / name).stat().st_size, "crc32": file_crc32(folder / name)} for name in own}
-        except OSError as error:
-            raise UserError(f"cannot read back {folder}: {error.strerror}") from error
-
-    return world.gather_dicts(world.together(mine))
-
-
-def _finish(
-    temporary: Path,
-    folder: Path,
-    step: int,
-    files: dict[str, Any],
-    world: World,
-    config: dict[str, Any],
-    position: dict[str, Any],
-    progress: dict[str, Any],
-) -> None:
-    manifest = {
-        "step": step,
-        "position": position,
-        "progress": progress,
-        "world_size": world.size,
-        "device": world.device.type,
-        "torch": torch.__version__,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "files": files,
-        "config": config,
-    }
-    try:
-        _write_manifest(temporary, manifest)
-        replaced = folder.with_suffix(".replaced.tmp")
-        if folder.exists():  # an incomplete or older one of the same step
-            folder.rename(replaced)
-        temporary.rename(folder)
-        _sync(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}") from error
-
-
-def _write_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
     manifest = json.loads(json.dumps(manifest, default=str))  # as a reader will see it
     manifest[OWN_CRC] = _manifest_crc32(manifest)
     write_atomically(checkpoint / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -337,31 +205,13 @@ def rewind(run: Path, checkpoint: Path, progress: dict[str, Any]) -> None:
         UserError: the manifest cannot be written; nothing was deleted then.
     """
     try:
-        _write_manifest(checkpoint, open_manifest(checkpoint) | {"progress": progress})
+        write_manifest(checkpoint, open_manifest(checkpoint) | {"progress": progress})
     except OSError as error:
         raise UserError(f"{checkpoint / MANIFEST} cannot be written: {error.strerror}") from error
     for folder in checkpoints_of(run):
         if step_of(folder) > step_of(checkpoint):
             gone = folder.rename(folder.with_suffix(".deleted.tmp"))  # what an interruption leaves is no checkpoint
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def _delete_old(run: Path, keep: int) -> None:
-    kept = 0
-    folders = checkpoints_of(run)
-    if len(folders) <= keep:
-        return
-    for folder in folders:
-        try:
-            if folder in _trusted or kept >= keep:
-                read_manifest(folder)
-            else:  # from an earlier process: its bytes are compared once, so that no sound one goes in its favour
-                verify(folder)
-        except UserError:
-            continue  # what is damaged is for the user to look at; it does not count as one that is kept
-        kept += 1
-        if kept > keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -374,7 +224,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -397,7 +247,7 @@ def _manifest_crc32(manifest: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """The first underlying error in words; DCP keeps one a rank in `.failures`."""
     failures = getattr(error, "failures", None)
     if failures:
@@ -405,6 +255,21 @@ def _cause(error: BaseException) -> str:
     if "inline_container" in str(error):  # how torch.save words a write that the operating system refused
         return "writing failed, as on a full disk"
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves and loads; tensors are the training's own, not copies.
+
+    Random number generators are each rank's own, under its number: plain tensors of one name would be rank 0's only.
+    """
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "rng": {f"rank_{world.rank}": rng},
+    }
 
 
 # --- Loading --------------------------------------------------------------------------------------------------------
@@ -422,22 +287,26 @@ def load_checkpoint(
         UserError: the checkpoint is incomplete or damaged, or is of another model.
     """
     manifest = verify(checkpoint, world)
-    state = _training_state(model, optimizer)
-    if manifest.get("device") != "cuda":
-        state["rng"].pop("cuda", None)  # saved on a CPU
+    state = training_state(model, optimizer, world)
+    rng = state["rng"][f"rank_{world.rank}"]
+    if manifest["device"] != "cuda":
+        rng.pop("cuda", None)  # saved on a CPU
+    if world.rank >= manifest["world_size"]:
+        rng.clear()  # saved by fewer ranks: this one's generators stay as they are
 
     def read() -> None:
         try:
             dcp_load(state, checkpoint_id=checkpoint)
-        except _DCP_ERRORS as error:
-            raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
+        except DCP_ERRORS as error:
+            raise UserError(f"{checkpoint} does not fit this model: {cause_of(error)}") from None
 
     world.together(read)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    torch.set_rng_state(state["rng"]["cpu"])
-    if "cuda" in state["rng"]:
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
     return manifest
 
 
@@ -453,8 +322,8 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             dcp_load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-    except _DCP_ERRORS as error:
-        raise UserError(f"{checkpoint} does not fit this model: {_cause(error)}") from None
+    except DCP_ERRORS as error:
+        raise UserError(f"{checkpoint} does not fit this model: {cause_of(error)}") from None
     model.load_state_dict(weights)
 
 

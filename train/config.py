@@ -134,6 +134,15 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints stay; older ones go once a newer one is complete."""
 
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this stay for ever; 0 for none."""
+
+    keep_best: bool = True
+    """The checkpoint with the lowest validation loss stays, of those that were validated at their very step."""
+
+    asynchronous: bool = True
+    """Pause training only for a copy to host memory, and write in the background."""
+
     resume: str = "auto"
     """auto: go on from the run folder's newest complete checkpoint, if any. never: start over (an earlier run of that
     name is moved aside). Or the path of a checkpoint or run folder to start from."""
@@ -214,6 +223,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "evaluation.batches": _AT_LEAST_0,
     "checkpoint.every": _AT_LEAST_0,
     "checkpoint.keep": _AT_LEAST_1,
+    "checkpoint.keep_every": _AT_LEAST_0,
     "guard.window": (lambda value: value >= 4, "at least 4"),
     "guard.min_history": (lambda value: value >= 2, "at least 2"),
     "guard.loss_threshold": _POSITIVE,

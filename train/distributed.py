@@ -29,12 +29,20 @@ class AgreedError(UserError):
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the others."""
+    """This process's place among the others.
+
+    Attributes:
+        rank, size: among all processes.
+        local_rank: among those of this machine.
+        device: its own.
+        group: over which everything below goes; None for the default group.
+    """
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -44,7 +52,7 @@ class World:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place, on the tensor's device and without a host sync; returns the tensor."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
         return tensor
 
     def together(self, action: Callable[[], T]) -> T:
@@ -57,11 +65,11 @@ class World:
             error = caught
         if self.size > 1:
             failing = torch.tensor(self.rank if error else self.size)
-            dist.all_reduce(failing, op=dist.ReduceOp.MIN)
+            dist.all_reduce(failing, op=dist.ReduceOp.MIN, group=self.group)
             first = int(failing.item())
             if first < self.size:
                 message = [str(error) if self.rank == first else None]
-                dist.broadcast_object_list(message, src=first, device=torch.device("cpu"))
+                dist.broadcast_object_list(message, src=first, group=self.group, device=torch.device("cpu"))
                 raise AgreedError(message[0])
         if error is not None:
             raise AgreedError(str(error))
@@ -72,7 +80,7 @@ class World:
         result = self.together(lambda: action() if self.is_main else None)
         if self.size > 1:
             box = [result]
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
             result = box[0]
         return cast(T, result)
 
@@ -80,7 +88,7 @@ class World:
         """The union of small dicts on rank 0; the rank's own part elsewhere."""
         if self.size > 1:
             parts: list[Any] | None = [None] * self.size if self.is_main else None
-            dist.gather_object(part, parts, dst=0)
+            dist.gather_object(part, parts, dst=0, group=self.group)
             for other in parts or ():
                 part = part | other
         return part
@@ -88,7 +96,7 @@ class World:
     def barrier(self) -> None:
         """Wait on the host for all ranks."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=self.group)
 
 
 def world_size_from_environment() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import signal
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from fuselm.kernels.adamw import AdamW
 from fuselm.model.attention_backends import require_attention
 from fuselm.model.llama import Llama, kernel_backend
 from fuselm.train import checkpointing, distributed
+from fuselm.train.checkpoint_writer import CheckpointWriter, Retention
 from fuselm.train.config import TrainConfig, resolve, to_json
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.errors import UserError, in_words, report
@@ -104,7 +104,19 @@ class Trainer:
             self.progress = Progress.from_dict(manifest["progress"])
         self.step = self.start_step = self.progress.step
         self.saved_step = self.step if checkpoint is not None and checkpoint.parent.parent == self.run else None
+        settings = config.checkpoint
+        self.retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
         moved = world.from_main(lambda: self._claim_folder(checkpoint))
+        self.writer = CheckpointWriter(
+            self.run,
+            self.model,
+            self.optimizer,
+            world=world,
+            retention=self.retention,
+            config=json.loads(to_json(config)),
+            position=self.position,
+            asynchronous=settings.asynchronous,
+        )
         self.speed = Speedometer.of(config.model, config.training.seq_len, world.device, world.size)
         self.reporter = Reporter(
             self.run if world.is_main else None,
@@ -117,6 +129,7 @@ class Trainer:
         self.guard.restore(self.progress.history)
         self.pending: deque[Pending] = deque()
         self.alarm: Alarm | None = None
+        self.failure = ""
         self.stopping = False
         self.clock = time.perf_counter()
         self.step_began: torch.cuda.Event | None = None
@@ -141,9 +154,7 @@ class Trainer:
         config, more = self.config.checkpoint, 0
         if config.save:
             there = len(checkpointing.checkpoints_of(self.run)) if goes_on else 0
-            left = self.config.training.steps - self.step
-            saves = math.ceil(left / config.every) if config.every else min(left, 1)
-            more = max(min(config.keep + 1, saves + there) - there, 0)
+            more = self.retention.most(self.step, self.config.training.steps, config.every, there)
         compiled = self.config.parallel.compile
         return self.folder.claim(
             goes_on=goes_on,
@@ -193,9 +204,10 @@ class Trainer:
                 self._run_steps(total)
                 if self.step >= total and self.step > self.start_step:
                     self._validate()
-                self._save()
+                self._save(last=True)
                 self.reporter.plot()
         finally:
+            self.writer.close()
             self.reporter.close()
             self.release()
         self._conclude()
@@ -214,9 +226,9 @@ class Trainer:
             elif ended:
                 return
             else:
-                if validates and self.step < total:
+                if validates and self.step < total:  # the last step's validation and checkpoint are train's
                     self._validate()
-                if saves:
+                if saves and self.step < total:
                     self._save()
 
     def _is_due(self, every: int) -> bool:
@@ -256,6 +268,8 @@ class Trainer:
         self.clock, self.step_began = now, done
         # A step is read while the next one runs, so that a GPU's queue never empties; on a CPU too, to be one path.
         self._read_pending(leave=1)
+        if self.writer.is_done():
+            self._settle()
 
     def _read_pending(self, leave: int = 0) -> None:
         """Read queued steps but for the last `leave`; no further than one that raises an alarm."""
@@ -311,6 +325,7 @@ class Trainer:
             AgreedError: with a diagnosis, when it happens too often.
         """
         self.alarm = None
+        self._settle()
         if alarm.stop:
             self.pending.clear()
             bad, found = diagnose(self.model, self.optimizer, self.training, alarm)
@@ -351,26 +366,45 @@ class Trainer:
             self.reporter.validation(self.step, loss, tokens)
             self._pause()
 
-    def _save(self) -> None:
-        if not self.config.checkpoint.save or self.saved_step == self.step:
+    def _save(self, last: bool = False) -> None:
+        """Begin a checkpoint of this step, or with `last` write it to its end.
+
+        Raises:
+            AgreedError: the weights are not finite, or the last checkpoint could not be written.
+        """
+        self._settle()
+        if self.config.checkpoint.save and self.saved_step != self.step:
+            self._read_pending()
+            if not checkpointing.all_finite(self.model, self.world):
+                raise AgreedError(f"weights are not finite after step {self.step}; they were not saved")
+            self.saved_step = self.step
+            try:
+                self.writer.save(self.progress.to_dict())
+            except AgreedError as error:
+                self._save_failed(str(error))
+            self._pause()
+        if last:
+            self._settle()
+            if self.config.checkpoint.save and self.saved_step is None:
+                raise AgreedError(f"the last checkpoint, of step {self.step}, could not be written: {self.failure}")
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way, and say how it ended."""
+        outcome = self.writer.outcome()
+        if outcome is None:
             return
-        self._read_pending()
-        if not checkpointing.all_finite(self.model, self.world):
-            raise AgreedError(f"weights are not finite after step {self.step}; they were not saved")
-        folder = checkpointing.save_checkpoint(
-            self.run,
-            self.step,
-            self.model,
-            self.optimizer,
-            world=self.world,
-            keep=self.config.checkpoint.keep,
-            config=json.loads(to_json(self.config)),
-            position=self.position,
-            progress=self.progress.to_dict(),
-        )
-        self.saved_step = self.step
-        self.reporter.say(f"saved {folder}")
-        self._pause()
+        if outcome.error is not None:
+            self._save_failed(outcome.error)
+            return
+        self.reporter.say(str(outcome))
+        details = {"bytes": outcome.size, "seconds": outcome.seconds, "paused_seconds": outcome.paused}
+        self.events.add("save", outcome.step, str(outcome), **details)
+
+    def _save_failed(self, error: str) -> None:
+        """Training goes on with the checkpoints that there are."""
+        self.saved_step, self.failure = None, error
+        self.reporter.say(f"warning: {error}. Training goes on; earlier checkpoints are untouched")
+        self.events.add("save_failed", self.progress.step, error)
 
     def _conclude(self) -> None:
         say, total = self.reporter.say, self.config.training.steps

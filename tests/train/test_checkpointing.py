@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fuselm.model.llama import Llama
-from fuselm.train import checkpointing
+from fuselm.train import checkpoint_writer, checkpointing
+from fuselm.train.checkpoint_writer import Retention, save_checkpoint
 from fuselm.train.checkpointing import (
     all_finite,
     checkpoint_bytes,
@@ -25,7 +26,6 @@ from fuselm.train.checkpointing import (
     load_model,
     read_manifest,
     resumable,
-    save_checkpoint,
     step_folder,
     verify,
 )
@@ -45,11 +45,10 @@ def trained(make_config, world, tmp_path):
     def save(step: int, keep: int = 2) -> Path:
         return save_checkpoint(
             tmp_path,
-            step,
             model,
             optimizer,
             world=world,
-            keep=keep,
+            retention=Retention(keep),
             config={"a": 1},
             position={"seed": 0},
             progress={"step": step},
@@ -105,7 +104,9 @@ def test_activation_checkpointing_and_compile_leave_no_trace_in_names(make_confi
     config = make_config(tmp_path, parallel__activation_checkpointing="full")
     model, optimizer = build(config, world)
     _step(model, optimizer, world)
-    folder = save_checkpoint(tmp_path, 1, model, optimizer, world=world, keep=1, config={}, position={}, progress={})
+    folder = save_checkpoint(
+        tmp_path, model, optimizer, world=world, retention=Retention(1), config={}, position={}, progress={"step": 1}
+    )
     load_model(folder, Llama(config.model))
 
 
@@ -193,7 +194,8 @@ def test_a_damaged_one_of_an_earlier_process_is_not_counted(trained, tmp_path, m
     *_, save = trained
     first, second = save(1), save(2)
     _damage(second)
-    monkeypatch.setattr(checkpointing, "_trusted", set())
+    for module in (checkpointing, checkpoint_writer):
+        monkeypatch.setattr(module, "trusted", set())
     third = save(3, keep=2)
     assert first.is_dir() and second.is_dir() and verify(first)["step"] == 1
     read = []
@@ -211,7 +213,7 @@ def test_a_save_that_fails_deletes_nothing(trained, tmp_path, monkeypatch):
         (kwargs["checkpoint_id"] / "__0_0.distcp").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing, "dcp_save", fails)
+    monkeypatch.setattr(checkpoint_writer, "save", fails)
     with pytest.raises(UserError, match=r"checkpoint of step 2 could not be written.*No space left on device"):
         save(2, keep=1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [first.name]

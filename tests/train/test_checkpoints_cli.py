@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from fuselm.train import checkpoint_store, checkpoints
-from fuselm.train.checkpointing import save_checkpoint, step_folder
+from fuselm.train.checkpoint_writer import Retention, save_checkpoint
+from fuselm.train.checkpointing import step_folder
 from fuselm.train.checkpoints import main
 from fuselm.train.distributed import World
 from fuselm.train.shards import hold
@@ -32,7 +33,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in STEPS:
-        save_checkpoint(run, step, model, optimizer, world=world, keep=9, config={}, position={}, progress={})
+        save_checkpoint(
+            run, model, optimizer, world=world, retention=Retention(9), config={}, position={}, progress={"step": step}
+        )
     leftover = run / "checkpoints" / "step_00000550.tmp"
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"half" * 100)

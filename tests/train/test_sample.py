@@ -14,7 +14,7 @@ import torch
 from fuselm.model.config import LlamaConfig
 from fuselm.model.generate import generate
 from fuselm.model.llama import Llama
-from fuselm.train.checkpointing import save_checkpoint
+from fuselm.train.checkpoint_writer import Retention, save_checkpoint
 from fuselm.train.config import TrainConfig, to_json
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
@@ -48,7 +48,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for parameter in model.parameters():
                     parameter.mul_(4)
         optimizer = torch.optim.AdamW(model.parameters())
-        save_checkpoint(run, step, model, optimizer, world=world, keep=5, config={}, position={}, progress={})
+        save_checkpoint(
+            run, model, optimizer, world=world, retention=Retention(5), config={}, position={}, progress={"step": step}
+        )
     return run
 
 

@@ -192,7 +192,7 @@ def test_a_run_leaves_everything_in_its_folder(pretrain_main, tiny_data, tmp_pat
     code, out, err = pretrain_main("--logging.tensorboard", "True", "--logging.plot", "True")
     run = tmp_path / "runs" / "run"
     assert (code, err) == (0, "")
-    names = {"config.json", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "tokenizer.json"}
+    names = {"config.json", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "tokenizer.json", "events.jsonl"}
     assert {path.name for path in run.iterdir()} == names
     assert (run / "tokenizer.json").read_bytes() == (tiny_data / "tokenizer.json").read_bytes()
     config = config_from_json(run)
@@ -200,7 +200,7 @@ def test_a_run_leaves_everything_in_its_folder(pretrain_main, tiny_data, tmp_pat
     entries = read_metrics(run / "metrics.jsonl")
     assert [e["step"] for e in entries if "loss" in e] == [1, 2, 3, 4]
     assert [e["step"] for e in entries if "validation_loss" in e] == [0, 2, 4]
-    for name in names - {"checkpoints"}:
+    for name in names - {"checkpoints", "events.jsonl"}:
         assert f"  {name} " in out
     assert "checkpoints/step_00000004" in out and "MFU = " in out
 
