@@ -6,6 +6,7 @@ logits, one sequence and one group of heads of attention, the two ends of each p
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,12 +60,13 @@ def run_call(call: Call, upstream: list[torch.Tensor]) -> Results:
     """A provider's outputs and gradients in our shapes; of an optimizer the ends of what it stepped."""
     if call.reset is not None:
         call.reset()
-    outputs = tensors_of(call.function())
-    if not call.leaves:
-        return _optimizer_results(list(call.outputs(outputs)))
-    # copies: a backward pass in place may write over the outputs
-    kept = [o.detach().clone() for o in call.outputs(outputs)]
-    return results_of(kept, call.gradients(gradients(outputs, call.leaves, call.upstream(upstream))))
+    with contextlib.nullcontext() if call.context is None else call.context():
+        outputs = tensors_of(call.function())
+        if not call.leaves:
+            return _optimizer_results(list(call.outputs(outputs)))
+        # copies: a backward pass in place may write over the outputs
+        kept = [o.detach().clone() for o in call.outputs(outputs)]
+        return results_of(kept, call.gradients(gradients(outputs, call.leaves, call.upstream(upstream))))
 
 
 def _wide(inputs: Mapping[str, Any]) -> dict[str, Any]:

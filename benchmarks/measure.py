@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,6 +89,14 @@ def is_ours(provider: str) -> bool:
 
 def function_of(call: Call, direction: str, upstream: Sequence[torch.Tensor]) -> Callable[[], Any]:
     """What is timed: a forward pass without a graph, a backward pass on a kept graph, both, or an optimizer's step."""
+    if call.context is None:
+        return _function_of(call, direction, upstream)
+    with call.context():
+        function = _function_of(call, direction, upstream)
+    return partial(_within, call.context, function)
+
+
+def _function_of(call: Call, direction: str, upstream: Sequence[torch.Tensor]) -> Callable[[], Any]:
     if direction == STEP:
         return call.function
     if direction == FORWARD:
@@ -97,6 +106,11 @@ def function_of(call: Call, direction: str, upstream: Sequence[torch.Tensor]) ->
             call.reset()
         return partial(gradients, call.function(), call.leaves, upstream, retain_graph=True)
     return partial(_both, call, upstream)
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[[], Any]) -> None:
+    with context():
+        function()
 
 
 def _forward(call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -408,3 +409,39 @@ def test_our_loss_held_to_ligers_chunk_gets_its_rows(monkeypatch):
     inputs = {"x": torch.empty(8192, 4096, device="meta"), "weight": torch.empty(128256, 4096, device="meta")}
     ours._small_chunks(lambda **options: budgets.append(options["memory_budget"]), inputs).function()
     assert budgets == [256 * 128256 * 4]
+
+
+def test_a_call_runs_within_its_context_forward_and_backward():
+    inside, seen = [], []
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(("forward", len(inside)))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            seen.append(("backward", len(inside)))
+            return grad_outputs[0]
+
+    def maker(inputs: dict[str, Any]) -> Any:
+        plain = rows.SPEC_OF["rms_norm"].plain
+        return base.Call(lambda: Watched.apply(plain(**inputs)), base.leaves_of(inputs), context=context)
+
+    results = _run(TINY["rms_norm"], {"watched": maker})
+    assert {r.providers["watched"].status for r in results.values()} == {"ok"}
+    assert set(seen) == {("forward", 1), ("backward", 1)} and not inside
+
+
+def test_the_other_attention_kernels_say_why_they_do_not_run_here():
+    makers: Any = importlib.import_module("peers.fuselm_kernels").providers()["attention"]
+    (name,) = [name for name in makers if name.endswith("kernels")]
+    for result in _run(TINY["attention"], {name: makers[name]}).values():
+        assert result.providers[name].status.startswith("not timed: ")

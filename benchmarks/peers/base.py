@@ -9,6 +9,7 @@ gate and up, another layout) is prepared there, outside the timed part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ class Call:
         outputs: this provider's outputs -> the same in our shapes, for the check.
         gradients: name -> gradient, in the provider's layout -> the same under our names in our shapes, for the check.
         reset: puts back what a call has overwritten; runs before each call, untimed.
+        context: makes a context in which each call runs, forward and backward; None for none.
         keeps_graph: whether a backward pass can be repeated on a kept graph; False where it overwrites what it needs.
     """
 
@@ -46,6 +48,7 @@ class Call:
     outputs: Callable[[Tensors], Sequence[torch.Tensor]] = same
     gradients: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = same
     reset: Callable[[], None] | None = None
+    context: Callable[[], AbstractContextManager[Any]] | None = None
     keeps_graph: bool = True
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from peers.base import Call, Maker, Providers, leaves_of, own, restore
+from peers.base import Call, Maker, NotOfferedError, Providers, leaves_of, own, restore
 from peers.torch_optim import HYPERPARAMETERS, optimizer_call
 
 from fuselm.kernels.adamw import AdamW
+from fuselm.kernels.attention import dispatch
+from fuselm.kernels.attention.api import attention
 from fuselm.kernels.specs.registry import SPECS
 
 NAME = "fuselm"
@@ -39,6 +42,17 @@ def _small_chunks(function: Callable[..., Any], inputs: dict[str, Any]) -> Call:
     return plain_call(partial(function, memory_budget=chunk * vocab * inputs["x"].element_size()), inputs)
 
 
+def _other_attention(inputs: dict[str, Any]) -> Call:
+    """The kernels that a Hopper card would not run of itself: portable ones if the Hopper ones are the default."""
+    hopper, q = not dispatch.HOPPER_BY_DEFAULT, inputs["q"]
+    with dispatch.prefer_hopper():
+        refusal = dispatch.hopper_refusal(q.device, dtype=q.dtype, head_dim=q.shape[-1])
+    if refusal is not None:
+        raise NotOfferedError(refusal)
+    call = plain_call(attention, inputs)
+    return dataclasses.replace(call, context=partial(dispatch.prefer_hopper, hopper))
+
+
 def _adamw(inputs: dict[str, Any]) -> Call:
     mode = inputs["mode"]
     state_dtype = torch.bfloat16 if mode == "bf16" else None
@@ -60,5 +74,7 @@ def providers() -> Providers:
     functions = {spec.name: spec.function for spec in SPECS}
     made["cross_entropy"]["fuselm, in place"] = partial(_inplace, functions["cross_entropy"])
     made["linear_cross_entropy"]["fuselm, Liger's chunk"] = partial(_small_chunks, functions["linear_cross_entropy"])
+    other = "portable" if dispatch.HOPPER_BY_DEFAULT else "Hopper"
+    made["attention"][f"fuselm, {other} kernels"] = _other_attention
     made["adamw"] = {"fuselm": _adamw}
     return made
