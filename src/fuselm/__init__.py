@@ -22,16 +22,20 @@ _PUBLIC = {
     "cross_entropy": "fuselm.kernels.cross_entropy",
     "linear_cross_entropy": "fuselm.kernels.linear_cross_entropy",
     "attention": "fuselm.kernels.attention.api",
+    "decode_attention": "fuselm.kernels.decode_attention",
     "AdamW": "fuselm.kernels.adamw",
     "LlamaConfig": "fuselm.model.config",
     "Llama": "fuselm.model.llama",
     "generate": "fuselm.model.generate",
+    "patch": "fuselm.model.patch_hf",
+    "unpatch": "fuselm.model.patch_hf",
 }
 
 if TYPE_CHECKING:
     from fuselm.kernels.adamw import AdamW as AdamW
     from fuselm.kernels.attention.api import attention as attention
     from fuselm.kernels.cross_entropy import cross_entropy as cross_entropy
+    from fuselm.kernels.decode_attention import decode_attention as decode_attention
     from fuselm.kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from fuselm.kernels.rms_norm import add_rms_norm as add_rms_norm
     from fuselm.kernels.rms_norm import rms_norm as rms_norm
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from fuselm.model.config import LlamaConfig as LlamaConfig
     from fuselm.model.generate import generate as generate
     from fuselm.model.llama import Llama as Llama
+    from fuselm.model.patch_hf import patch as patch
+    from fuselm.model.patch_hf import unpatch as unpatch
 
 __all__ = [
     "AdamW",
@@ -49,11 +55,14 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "cross_entropy",
+    "decode_attention",
     "generate",
     "linear_cross_entropy",
+    "patch",
     "rms_norm",
     "rope",
     "swiglu",
+    "unpatch",
 ]
 
 
