@@ -12,11 +12,35 @@ finite, nothing of this happens: parameters, moments and step counters stay as t
 
 Bytes that must move, everything in fp32: p, g, m, v in, p, m, v out, 28 a parameter, and 4 to read g for the norm. bf16
 parameters and gradients with fp32 moments and master: 28 (g 2, m, v, master 4 in; p 2, m, v, master 4 out) and 2.
+Everything in bf16: 14 and 2.
+
+How far each mode strays
+------------------------
+from the exact p_t, given the same gradients. With û_t the update's last factor, u = 2^-24 and μ the roundoff of the
+stored moments (2^-24; bf16 2^-8, rounded stochastically 2^-7), one step's roundings, carried on, are at most
+
+    m: (μ + 3u) Σ_k β1^k |m_{t-k}|, relative to √v̂ after the bias correction (μ + 3u) A_t
+    v: (μ + 3u) Σ_k β2^k v_{t-k} / v_t = (μ + 3u) B_t =: ρ_t, relative; so 1/√v is off by σ_t = 1/√(1 - ρ_t) - 1
+    û: δ_t = (μ + 3u) A_t (1 + σ_t) + |û_t| (σ_t + 10u)
+    p: D_t = Σ_{s<=t} lr_s δ_s + 3u |p_s|, for what is stepped in fp32: the parameter, or its master copy
+
+A_t <= 15 and B_t about 1 / (1 - β2) = 20 for (0.9, 0.95) while gradients keep their size (|m_s| <= 1.17 √v_s by Cauchy
+and Schwarz). So:
+
+- all fp32, or with a master copy: D_t, after 2,000 steps at 1e-3 not above 4e-4 |p| + 2e-5. The parameter is the master
+  copy rounded, within 2^-8 |p|.
+- bf16 moments: the same with μ = 2^-8: about a tenth of the way that p travels at most. Where nearest rounding is used
+  v stops following g² once a step's change, (1 - β2) |g² - v|, is below 2^-9 v: β2 must be well below 1 - 2^-8 (0.996),
+  and a larger one draws a warning.
+- bf16 parameters rounded stochastically: D_t and a sum of t errors of mean 0, none larger than 2^-7 |p|: at most
+  2^-7 |p| √(t ln(2/q) / 2) with probability 1 - q (Hoeffding, Azuma), and √n times less for the mean of n parameters.
+- bf16 parameters rounded to nearest have no bound: updates below 2^-9 |p| are lost, all of them.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
@@ -25,7 +49,7 @@ import torch
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
 from fuselm.kernels.adamw_reference import reference_step
 from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, local_gradient
-from fuselm.kernels.adamw_slots import Slot, misfit
+from fuselm.kernels.adamw_slots import Slot, check_copies, misfit
 from fuselm.kernels.adamw_step import KERNEL_DTYPES, TritonStep
 from fuselm.kernels.adamw_tables import Entry, Hyper
 
@@ -35,6 +59,7 @@ _OWN_ATTRIBUTES = (
     "max_grad_norm",
     "master_weights",
     "stochastic_rounding",
+    "copies",
     "state_dtype",
     "backend",
     "grad_norm",
@@ -87,11 +112,13 @@ class _Held:
 class AdamW(torch.optim.Optimizer):
     """AdamW as in torch, with the global gradient norm, its clipping and the check for non-finite gradients built in.
 
-    On CUDA all parameters are updated by a handful of launches, whatever their number, and step() never waits for the
-    device: it can be captured in a CUDA graph (after an eager step; a float lr is then fixed, a tensor lr is read). The
-    state (`step`, `exp_avg`, `exp_avg_sq`) loads into torch.optim.AdamW and back. With DTensor parameters (FSDP2,
-    tensor parallel) every process updates its shards, and the norm costs one small all-reduce a sharded mesh
-    dimension; all processes must call step() together. The results have the same bits in every run.
+    On CUDA a step is three launches (one more for each further combination of dtypes), whatever the number of
+    parameters and groups, and never waits for the device: it can be captured in a CUDA graph (after an eager step; a
+    float lr is then fixed, a tensor lr is read). Once tables exist, the host only looks whether tensors lie where they
+    lay. The state (`step`, `exp_avg`, `exp_avg_sq`) loads into torch.optim.AdamW and back. With DTensor parameters
+    (FSDP2, tensor parallel) every process updates its shards, and the norm costs one small all-reduce a sharded mesh
+    dimension (FSDP2 alone: of one number); all processes must call step() together. The results have the same bits in
+    every run.
 
     Args:
         params: parameters (fp32, bf16, fp16; fp64 runs the reference), or groups as dictionaries, on one device.
@@ -103,6 +130,12 @@ class AdamW(torch.optim.Optimizer):
         master_weights: keep an fp32 copy of every bf16 or fp16 parameter in state["master"], step that, and round it
             to the parameter. Without it a 16-bit parameter loses updates smaller than half its last bit. Write to
             such a parameter from outside before the first step, or drop its state.
+        stochastic_rounding: round bf16 parameters and bf16 moments up or down at random, with the probabilities that
+            keep the expected value: no update is lost on average, without a master copy. fp32 parameters among them
+            are stepped as ever. The random bits are a function of (seed, step, parameter, element), whatever the
+            sharding (DTensors cut in their first and one other dimension), so that a run can be repeated and resumed
+            bit by bit.
+        seed: of those bits, 0 to 2^63 - 1; kept in the groups, and so in state_dict(). Ranks must agree on it.
         state_dtype: of the moments, fp32 or bf16; None: fp32 (fp64 for fp64 parameters).
         copies: fp32 parameter -> the bf16 or fp16 copy that the model computes with. A step takes the copy's gradient
             (the parameter's own where the copy has none) and writes both: master_weights seen from the other side, for
@@ -116,7 +149,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: may be changed between steps.
 
     Raises:
-        ValueError: an argument out of range (it is named), a parameter given twice, parameters on several devices.
+        ValueError: an argument out of range (it is named), a parameter given twice, parameters on several devices,
+            stochastic rounding with master weights, fp16 parameters, or nothing in bf16.
         TypeError: a parameter that is not real floating point, or fp64 with backend="triton".
     """
 
@@ -165,8 +199,15 @@ class AdamW(torch.optim.Optimizer):
                 f"stochastic_rounding=True: rounds to bfloat16, but parameters are {', '.join(map(str, dtypes))} and "
                 "moments float32; leave it out, or make either bfloat16"
             )
+        slowest = max(float(group["betas"][1]) for group in self.param_groups)
+        if state_dtype == torch.bfloat16 and not stochastic_rounding and slowest > 1.0 - 2.0**-8:
+            warnings.warn(
+                f"betas[1]={slowest:g} with state_dtype=torch.bfloat16: the second moment stalls; keep it below "
+                "0.996, or use stochastic_rounding=True or fp32 moments",
+                stacklevel=2,
+            )
         device = self._params()[0].device
-        self._check_copies()
+        check_copies(self.copies, self._params())
         if backend == "triton":
             select_backend(backend, device)  # says at once if it cannot run
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -176,21 +217,6 @@ class AdamW(torch.optim.Optimizer):
         self._triton = TritonStep()
         self._reduction: NormReduction | None = None
         self._slots: list[Slot] | None = None
-
-    def _check_copies(self) -> None:
-        params = set(self._params())
-        for param, copy in self.copies.items():
-            if param not in params:
-                raise ValueError(f"copies: a parameter of shape {tuple(param.shape)} is not one of params")
-            if is_dtensor(param) or copy.shape != param.shape or copy.device != param.device:
-                raise ValueError(
-                    f"copies: a copy of shape {tuple(copy.shape)} on {copy.device} does not fit its parameter of shape "
-                    f"{tuple(param.shape)} on {param.device}, which must not be sharded"
-                )
-            if param.dtype != torch.float32 or copy.dtype.itemsize != 2 or not copy.is_floating_point():
-                raise TypeError(
-                    f"copies: expected bf16 or fp16 copies of fp32 parameters, got {copy.dtype} of {param.dtype}"
-                )
 
     def _check_max_grad_norm(self) -> float:
         limit = self.max_grad_norm
@@ -385,7 +411,7 @@ class AdamW(torch.optim.Optimizer):
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
         else:
-            state.setdefault("stochastic_rounding", False)
+            state = {"stochastic_rounding": False, "copies": {}, **state}
             self._loading = False
             self._forget()
         super().__setstate__(state)

@@ -192,7 +192,7 @@ def _adamw_block(
             crossed = tl.where(run < CHUNK, crossed, (before + offsets >= run).to(tl.int32))
             index += crossed.to(tl.int64) * gap
         bits = first_word(index, key0, key1)
-        if param.dtype.element_ty == tl.bfloat16:
+        if param.dtype.element_ty == tl.bfloat16 and not HAS_MASTER:
             p = round_bits(w, bits)
         if exp_avg.dtype.element_ty == tl.bfloat16:
             m = round_bits(m, bits >> 16)

@@ -56,7 +56,7 @@ def _rounded(
     number = number.as_strided(entry.param.shape, torch.empty_like(entry.param).stride())
     index = place.base + number + number // place.run * place.gap
     words = random_words(seed, step, entry.number, index)
-    targets = (entry.param, entry.exp_avg, entry.exp_avg_sq)
+    targets = (entry.param if entry.master is None else entry.master, entry.exp_avg, entry.exp_avg_sq)
     return [
         round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
         for target, value, bits in zip(targets, new, words, strict=True)

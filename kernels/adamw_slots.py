@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Slot:
         place = place_of(self.param) if self._placed else Place(0, max(part.numel(), 1), 0)
         if self.copy is not None:
             part, master = self.copy.detach(), part  # the parameter is its copy's master
-            self._parts.append(part)
+            self._parts.append(self.copy)  # not its detached twin, which would not notice that .data was set
             self._addresses.append(part.data_ptr())
         self.entry = Entry(self.group, self.shard_class, self.number, part, exp_avg, exp_avg_sq, step, master, place)
         return self.entry
@@ -109,3 +110,25 @@ def misfit(what: str, tensor: torch.Tensor, part: torch.Tensor) -> str:
         f"{what} of shape {tuple(tensor.shape)} on {tensor.device} does not fit its parameter of shape "
         f"{tuple(part.shape)} on {part.device}"
     )
+
+
+def check_copies(copies: Mapping[torch.Tensor, torch.Tensor], params: Iterable[torch.Tensor]) -> None:
+    """Refuses what cannot be written beside its parameter.
+
+    Raises:
+        ValueError: a copy of something else, or of another shape or device, or of a DTensor.
+        TypeError: other dtypes than 16-bit copies of fp32 parameters.
+    """
+    known = set(params)
+    for param, copy in copies.items():
+        if param not in known:
+            raise ValueError(f"copies: a parameter of shape {tuple(param.shape)} is not one of params")
+        if is_dtensor(param) or copy.shape != param.shape or copy.device != param.device:
+            raise ValueError(
+                f"copies: a copy of shape {tuple(copy.shape)} on {copy.device} does not fit its parameter of shape "
+                f"{tuple(param.shape)} on {param.device}, which must not be sharded"
+            )
+        if param.dtype != torch.float32 or copy.dtype.itemsize != 2 or not copy.is_floating_point():
+            raise TypeError(
+                f"copies: expected bf16 or fp16 copies of fp32 parameters, got {copy.dtype} of {param.dtype}"
+            )

@@ -19,14 +19,20 @@ SETTINGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, {"state_dtype": torch.bfloat16}),
     "master": (torch.bfloat16, {"master_weights": True}),
     "fp16": (torch.float16, {"master_weights": True, "lr": 0.0}),
+    "rounded": (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}),
+    "rounded, shards of columns": (torch.bfloat16, {"stochastic_rounding": True}),
 }
 
 
 def _report(arch: int) -> list[dict]:
     from triton.runtime.jit import JITFunction
 
+    from fuselm.kernels import adamw_slots
     from fuselm.kernels.adamw import AdamW
+    from fuselm.kernels.adamw_sharding import Place
     from fuselm.kernels.aot import compile_only
+
+    place_of = adamw_slots.place_of
 
     jit_function: Any = JITFunction
     run = jit_function.run
@@ -47,6 +53,7 @@ def _report(arch: int) -> list[dict]:
         for name, (dtype, options) in SETTINGS.items():
             params = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape in [(64, 256), (5,), (7, 3)]]
             optimizer = AdamW(params, max_grad_norm=1.0, **options)
+            adamw_slots.place_of = (lambda _: Place(3, 40, 8)) if "columns" in name else place_of
             for p in params:
                 p.grad = torch.zeros_like(p)
             for _ in range(2):
@@ -102,6 +109,7 @@ def test_whole_chunks_take_wide_accesses(report, arch):
     expected = {
         "fp32": {"ld v4": 8 + 6, "st v4": 6 + 6},
         "bf16": {"ld v4": 4 + 3, "st v4": 3 + 3},
+        "rounded": {"ld v4": 4 + 3, "st v4": 3 + 3},
         "master": {"ld v4": 6 + 6, "st v4": 6 + 6, "ld v2": 2, "st v2": 2 + 2},  # bf16: half as wide, still whole lines
     }
     found = {k["setting"]: k["accesses"] for k in report[arch] if k["name"] == "adamw_kernel"}

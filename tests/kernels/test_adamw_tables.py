@@ -204,6 +204,20 @@ def test_moved_tensors_are_noticed(device):
             assert torch.equal(a, b), move.__name__
 
 
+def test_a_moved_copy_is_noticed(device):
+    p: Any = torch.linspace(-1, 1, 12, device=device).requires_grad_()
+    copy: Any = p.detach().to(torch.bfloat16).requires_grad_()
+    optimizer = AdamW([p], lr=0.5, copies={p: copy}, backend="triton")
+    kept = copy.detach()
+    for step in range(3):
+        copy.grad = torch.ones_like(copy)
+        if step == 2:
+            copy.data = copy.data.clone()
+        optimizer.step()
+        torch.testing.assert_close(copy.detach().float(), p.detach(), rtol=2.0**-7, atol=0)
+    assert not torch.equal(kept, copy.detach())
+
+
 def test_a_gradient_that_became_shorter_is_refused(device):
     p: Any = torch.zeros(8, device=device).requires_grad_()
     p.grad = torch.ones(8, device=device)
