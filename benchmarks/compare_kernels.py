@@ -33,11 +33,12 @@ if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone tha
 import torch
 import tyro
 from expected import run_call
-from measure import OURS, Ceilings, Result, RowRun, configure_compile, describe, is_ours, release
-from peers.base import Maker
+from measure import Ceilings, RowRun, configure_compile, release
+from peers.base import OURS, Maker, is_ours
 from peers.registry import Peers, load_peers
+from report_kernels import best_peer, milliseconds, ours, speed_ratio
 from rows import ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
-from timing import card_state, copy_bandwidth, environment, matmul_rate
+from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
 
 LOOK_S = 30.0  # between looks at the card's state, which nvidia-smi takes its time for
 NOT_COMPILED = ("eager", "torch foreach", "torch fused")  # what processes of --jobs need not run
@@ -145,21 +146,22 @@ def compile_ahead(arguments: Arguments, jobs: int) -> None:
             process.wait()
 
 
-def summary(result: Result) -> str:
+def summary(row: dict[str, Any]) -> str:
     """One line: ours, the best peer, its time over ours; then a line for each that failed."""
-    ours = result.providers.get(OURS)
-    head = f"{result.op} {result.label} {result.direction}:"
-    if ours is None or ours.ms is None:
-        return f"{head} {'not compared' if ours is None else ours.status}"
-    speed = f"{ours.tflops:,.0f} TFLOP/s" if ours.tflops else f"{ours.gb_s:,.0f} GB/s"
-    share = f", {ours.share:.0%} of the ceiling" if ours.share else ""
-    graph = f", {ours.graph_ms:.4f} in a graph" if ours.graph_ms else ""
-    goal = f", goal {result.goal_ms} {'met' if ours.ms <= result.goal_ms else 'MISSED'}" if result.goal_ms else ""
-    peers = {n: m.ms for n, m in result.providers.items() if m.ms and m.status == "ok" and not is_ours(n)}
-    best = min(peers, key=lambda n: peers[n], default="")
-    against = f" | best peer {best} {peers[best]:.4f} ms, {peers[best] / ours.ms:.2f}x" if best else ""
-    bad = [f"{n} {m.status}" for n, m in result.providers.items() if m.status.startswith(("failed", "wrong"))]
-    return "\n    ".join([f"{head} {ours.ms:.4f} ms ({speed}{share}{graph}{goal}){against}", *bad])
+    mine, best = ours(row), best_peer(row)
+    head = f"{row['op']} {row['label']} {row['direction']}:"
+    bad = [f"{n} {m['status']}" for n, m in row["providers"].items() if m["status"].startswith(("failed", "wrong"))]
+    if mine is not None:
+        speed = f"{mine['tflops']:,.0f} TFLOP/s" if mine["tflops"] else f"{mine['gb_s']:,.0f} GB/s"
+        share = f", {mine['share']:.0%} of the ceiling" if mine["share"] else ""
+        graph = f", {milliseconds(mine['graph_ms'])} in a graph" if mine["graph_ms"] else ""
+        goal = row["goal_ms"]
+        goal = f", goal {goal:g} {'met' if mine['ms'] <= goal else 'MISSED'}" if goal else ""
+        head += f" {milliseconds(mine['ms'])} ms ({speed}{share}{graph}{goal})"
+    if best:
+        head += f" | best peer {best} {milliseconds(row['providers'][best]['ms'])} ms"
+        head += f", {speed_ratio(row):.2f}x" if mine else ""
+    return "\n    ".join([head, *bad])
 
 
 def _lost(device: torch.device) -> str:
@@ -204,7 +206,7 @@ def compare(
             run = RowRun(row, dtype, device, ceilings, arguments.rounds)
             for result in run.run(chosen_makers(peers, row, arguments.providers)):
                 facts["rows"].append(dataclasses.asdict(result))
-                print(summary(result), flush=True)
+                print(summary(facts["rows"][-1]), flush=True)
             del run
             lost = _lost(device)
             if not lost:

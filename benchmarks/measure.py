@@ -13,11 +13,10 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from expected import Expected, check_ours, check_peer, expect, gradients, run_call
-from peers.base import Call, Maker, NotOfferedError
+from peers.base import Call, Maker, NotOfferedError, is_ours
 from rows import BACKWARD, FORWARD, ODD_ROWS, STEP, Row, make_inputs, make_upstream, work
-from timing import L2_FLUSH_BYTES, interleaved
+from timing import L2_FLUSH_BYTES, describe, interleaved
 
-OURS = "fuselm"
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
 ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 5
@@ -75,16 +74,6 @@ class Result:
     odd: bool
     rounds: int = 0
     providers: dict[str, Measurement] = field(default_factory=dict)
-
-
-def describe(error: BaseException) -> str:
-    """One line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def is_ours(provider: str) -> bool:
-    """Whether it is this project's, in whatever form."""
-    return provider.split(",")[0] == OURS
 
 
 def function_of(call: Call, direction: str, upstream: Sequence[torch.Tensor]) -> Callable[[], Any]:

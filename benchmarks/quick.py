@@ -23,7 +23,8 @@ import compare_kernels
 import torch
 import tyro
 from measure import configure_compile
-from report_kernels import OURS, KernelResults, best_peer, merged, milliseconds, speed_ratio
+from peers.base import OURS
+from report_kernels import KernelResults, best_peer, merged, milliseconds, speed_ratio
 from rich.console import Console
 from rich.table import Table
 from rows import QUICK_ROWS, TINY_ROWS

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-OURS = "fuselm"
+from peers.base import OURS, is_ours
+
 Row = dict[str, Any]
 Key = tuple[str, str, str]
 
@@ -50,11 +51,6 @@ def merged(files: Iterable[dict[str, Any]]) -> KernelResults:
     there = {f"{op} {label}" for op, label, _ in results.rows}
     results.left_out = sorted(set(left_out) - there)
     return results
-
-
-def is_ours(provider: str) -> bool:
-    """Whether it is this project's, in whatever form."""
-    return provider.split(",")[0] == OURS
 
 
 def peers_of(row: Row) -> dict[str, Row]:

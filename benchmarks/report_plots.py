@@ -12,7 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from report_kernels import OURS, KernelResults, Row, best_peer, is_ours, ours, peers_of
+from peers.base import OURS, is_ours
+from report_kernels import KernelResults, Row, best_peer, ours, peers_of
 
 OUR_COLOUR, PEER_COLOUR = "#0b3c6f", "#e08a1e"  # told apart in greyscale too
 # A marker a provider, so that they are told apart without colour; light and dark take turns.

@@ -40,6 +40,11 @@ class Timing:
         return cls(statistics.median(ordered), ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5])
 
 
+def describe(error: BaseException) -> str:
+    """An exception in one line, for a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _nothing() -> None:
     pass
 

@@ -36,7 +36,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from timing import Timing, environment, interleaved, tensors_of
+from timing import Timing, describe, environment, interleaved, tensors_of
 from tuning.base import Target
 
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, triton
@@ -214,7 +214,7 @@ def try_once(run: Callable[[], Any], exact: list[torch.Tensor | None] | None, ro
         if exact is not None:
             check(outputs, exact)
     except Exception as error:  # whatever a candidate raises is its result
-        row.status = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        row.status = f"failed: {describe(error)}"
         try:
             _synchronize(device)
         except RuntimeError as lost:
@@ -263,7 +263,7 @@ def tune(target: Target, device: torch.device, rounds: int, deadline: float, rep
     except CardLostError:
         raise
     except Exception as error:  # a target that cannot be set up is a failed row, and the next one gets its turn
-        result.rows.append(Row(CURRENT, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        result.rows.append(Row(CURRENT, f"failed: {describe(error)}"))
     finally:
         report(result)
 

@@ -15,11 +15,17 @@ from typing import Any
 
 import torch
 
+OURS = "fuselm"
 Tensors = list[torch.Tensor]
 
 
 class NotOfferedError(Exception):
     """The provider does not have what the row asks for."""
+
+
+def is_ours(provider: str) -> bool:
+    """Whether a provider is this project's, in whatever form: "fuselm", "fuselm, in place"."""
+    return provider.split(",")[0] == OURS
 
 
 def same(tensors: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peers.base import Call, Maker, NotOfferedError, Providers, leaves_of, own, restore
+from peers.base import OURS, Call, Maker, NotOfferedError, Providers, leaves_of, own, restore
 from peers.torch_optim import HYPERPARAMETERS, optimizer_call
 
 from fuselm.kernels.adamw import AdamW
@@ -16,7 +16,7 @@ from fuselm.kernels.attention import dispatch
 from fuselm.kernels.attention.api import attention
 from fuselm.kernels.specs.registry import SPECS
 
-NAME = "fuselm"
+NAME = OURS
 DISTRIBUTIONS: tuple[str, ...] = ()
 
 

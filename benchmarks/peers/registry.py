@@ -6,6 +6,7 @@ import importlib
 from dataclasses import dataclass, field
 
 from peers.base import Maker
+from timing import describe
 
 from fuselm.env import package_version
 
@@ -38,7 +39,7 @@ def load_peers() -> Peers:
         try:
             providers = module.providers()
         except Exception as error:  # a peer that breaks on import must not take the others with it
-            peers.missing[module.NAME] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            peers.missing[module.NAME] = describe(error)
             continue
         for op, makers in providers.items():
             peers.makers.setdefault(op, {}).update(makers)
