@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import resource
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from fuselm.model.config import LlamaConfig
 from fuselm.model.flops import MFU_FORMULA, device_peak_flops, flops_per_token
 from fuselm.train.checkpointing import write_atomically
 from fuselm.train.config import LoggingConfig
+from fuselm.train.errors import in_words, warn
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,9 @@ class Reporter:
         self._open(run, start_step)
 
     def _open(self, run: Path, step: int) -> None:
+        self.unwritten: deque[bytes] = deque()
         drop_after(self.path, step)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = self.path.open("ab", buffering=0)
         if self.config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -176,11 +181,8 @@ class Reporter:
             self.progress.update(self.task, completed=metrics.step, loss=f"{metrics.loss:.4f}")
         if metrics.step % self.config.every == 0 or metrics.step == self.total_steps:
             self.say(metrics.line(self.total_steps))
-        if self.writer is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu"):
-                value = getattr(metrics, name)
-                if value is not None:
-                    self.writer.add_scalar(f"train/{name}", value, metrics.step)
+        names = ("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu")
+        self._add_scalars({f"train/{name}": getattr(metrics, name) for name in names}, metrics.step)
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
         """A validation is done after `step` steps."""
@@ -188,14 +190,26 @@ class Reporter:
             return
         self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
         self.say(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  validation loss {loss:.4f}")
-        if self.writer is not None:
-            self.writer.add_scalar("validation/loss", loss, step)
+        self._add_scalars({"validation/loss": loss}, step)
+
+    def _add_scalars(self, values: dict[str, float | None], step: int) -> None:
+        if self.writer is None:
+            return
+        try:
+            for name, value in values.items():
+                if value is not None:
+                    self.writer.add_scalar(name, value, step)
+        except OSError as error:  # its own thread met it
+            warn(f"TensorBoard events cannot be written any more ({in_words(error)})")
+            self.writer = None
 
     def plot(self) -> None:
         """Draw loss.png from metrics.jsonl."""
         if self.run is not None and self.config.plot:
-            self.file.flush()
-            plot_losses(self.path, self.run / "loss.png")
+            try:
+                plot_losses(self.path, self.run / "loss.png")
+            except OSError as error:
+                warn(f"{self.run / 'loss.png'} cannot be written ({in_words(error)})")
 
     def close(self) -> None:
         """Write out what is buffered and stop the progress bar; safe to call twice."""
@@ -204,16 +218,29 @@ class Reporter:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
-        self.file.close()
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        for file in (self.file, self.writer):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self.writer = None
 
     def _write(self, entry: dict[str, Any]) -> None:
         # JSON has no NaN: null says that the number is not one.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-        self.file.write(json.dumps(clean) + "\n")
-        self.file.flush()
+        self.unwritten.append(json.dumps(clean).encode() + b"\n")
+        while self.unwritten:
+            try:
+                written = self.file.write(self.unwritten[0])
+                if written < len(self.unwritten[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                # A full disk does not end the run. An empty line will end the part of this one that was written.
+                if len(self.unwritten) == 1:
+                    warn(f"{self.path} cannot be written ({in_words(error)}); its lines are kept until it can")
+                if not self.unwritten[0].startswith(b"\n"):
+                    self.unwritten[0] = b"\n" + self.unwritten[0]
+                return
+            self.unwritten.popleft()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

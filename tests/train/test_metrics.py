@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from typing import Any
 
 import pytest
@@ -125,3 +127,23 @@ def test_the_smoothed_curve_does_not_lag():
     assert centered_mean(line, 10) == pytest.approx(line)
     spike = centered_mean([0.0] * 7 + [3.0] + [0.0] * 7, 1)
     assert spike == pytest.approx([0.0] * 6 + [1.0] * 3 + [0.0] * 6)
+
+
+def test_a_full_disk_costs_no_line_and_does_not_end_the_run(tmp_path, capsys):
+    """The limit on a file's size stands for the disk: a write gets as far as there is room."""
+    reporter = Reporter(tmp_path, LoggingConfig(tensorboard=False, plot=False), total_steps=9, start_step=0)
+    path, limit = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for step in range(1, 10):
+            room = limit[0] if step not in (3, 4, 7) else path.stat().st_size + (40 if step != 4 else 0)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+            reporter.step(metrics(step))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    reporter.close()
+    assert [e["step"] for e in read_metrics(path)] == list(range(1, 10))
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 2 and str(path) in said, "once for each time it is full"
