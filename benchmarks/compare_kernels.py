@@ -25,7 +25,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -60,8 +60,8 @@ class Arguments:
     providers: tuple[str, ...] = ()
     """Providers to compare with ours; all that are installed by default."""
 
-    odd: bool = True
-    """Also sizes off every block border."""
+    sizes: Literal["all", "round", "odd"] = "all"
+    """Round sizes, those off every block border, or first the ones and then the others."""
 
     rounds: int = 50
     """Timed rounds at most; rows of long calls get fewer."""
@@ -85,7 +85,7 @@ def chosen_rows(arguments: Arguments) -> list[Row]:
     Raises:
         SystemExit: there are none.
     """
-    known = TINY_ROWS if arguments.tiny else ROWS + (ODD_ROWS if arguments.odd else ())
+    known = TINY_ROWS if arguments.tiny else {"all": ROWS + ODD_ROWS, "round": ROWS, "odd": ODD_ROWS}[arguments.sizes]
     ops = sorted({row.op for row in known})
     if unknown := sorted(set(arguments.ops) - set(ops)):
         raise SystemExit(f"error: --ops {' '.join(unknown)}: expected one of {', '.join(ops)}")
@@ -132,7 +132,7 @@ def compile_ahead(arguments: Arguments, jobs: int) -> None:
     """Starts the processes that compile, and waits for them for at most a third of the budget."""
     limit = arguments.budget_s / 3
     command = [sys.executable, __file__, "--only", arguments.only, "--budget-s", str(limit)]
-    command += ["--odd" if arguments.odd else "--no-odd"] + ["--tiny"] * arguments.tiny
+    command += ["--sizes", arguments.sizes] + ["--tiny"] * arguments.tiny
     for option, values in (("--ops", arguments.ops), ("--providers", arguments.providers)):
         command += [option, *values] if values else []
     null = subprocess.DEVNULL

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import tyro
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 compare_kernels: Any = importlib.import_module("compare_kernels")
@@ -222,6 +223,33 @@ def test_operations_are_those_of_the_formulas():
     assert rows.work(attention, torch.bfloat16, "forward")[1] == 4 * 4 * 32 * 4096**2 * 128 // 2
     assert rows.work(attention, torch.bfloat16, "backward")[1] == 10 * 4 * 32 * 4096**2 * 128 // 2
     assert rows.work(loss, torch.bfloat16, "forward+backward")[1] == 6 * 8192 * 4096 * 128256
+
+
+def test_sizes_choose_between_round_and_odd():
+    def chosen(sizes: str) -> list[Any]:
+        return compare_kernels.chosen_rows(compare_kernels.Arguments(ops=("swiglu",), sizes=sizes))
+
+    round_ones, odd_ones = chosen("round"), chosen("odd")
+    assert [r.near != "" for r in round_ones + odd_ones] == [False, False, True]
+    assert chosen("all") == round_ones + odd_ones
+
+
+def test_processes_that_compile_get_the_same_rows(monkeypatch):
+    commands = []
+
+    class Process:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            commands.append(command[2:])
+
+        def wait(self, timeout: float) -> None:
+            assert timeout <= 30
+
+    monkeypatch.setattr(compare_kernels.subprocess, "Popen", Process)
+    given = {"ops": ("swiglu", "rope"), "only": "16", "sizes": "odd", "providers": ("Liger", "FA2 (SDPA)")}
+    compare_kernels.compile_ahead(compare_kernels.Arguments(budget_s=90.0, **given), 2)
+    parsed = [tyro.cli(compare_kernels.Arguments, args=command) for command in commands]
+    assert [p.part for p in parsed] == [(0, 2), (1, 2)]
+    assert all({name: getattr(p, name) for name in given} == given for p in parsed)
 
 
 def test_every_odd_row_names_a_row_that_exists():

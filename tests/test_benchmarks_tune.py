@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 tune: Any = importlib.import_module("tune")
@@ -126,3 +127,37 @@ def test_targets_name_launch_functions_that_exist(op):
         module, _, name = target.attribute.rpartition(".")
         assert callable(getattr(importlib.import_module(module), name)), target.attribute
         assert len({str(c) for c in target.candidates}) == len(target.candidates), target.name
+
+
+def test_processes_that_compile_run_their_share_once(toy, monkeypatch):
+    """Every candidate is in exactly one share, failing ones included, and the current choice in none."""
+    seen = []
+    original = _target(toy, (2.0, 0.0), "no pair", (3.0, 0.0), (4.0, 0.0))
+
+    def make(device: torch.device) -> Any:
+        return lambda: seen.append(toy.launch(64)) or toy.launch(64)[0], lambda: None
+
+    target = Target(original.name, original.attribute, original.candidates, make, 0)
+    monkeypatch.setattr(tune, "load_targets", lambda op: [target])
+    for i in range(2):
+        monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--part", str(i), "2"])
+        tune.main()
+    assert seen == [(2.0, 0.0), (3.0, 0.0), "no pair", (4.0, 0.0)]
+
+
+def test_processes_that_compile_get_the_same_targets(monkeypatch):
+    commands = []
+
+    class Process:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            commands.append(command[2:])
+
+        def wait(self, timeout: float) -> None:
+            assert timeout <= 30
+
+    monkeypatch.setattr(tune.subprocess, "Popen", Process)
+    tune.compile_ahead(tune.Arguments(ops=("rope", "swiglu"), only="16384", budget_s=60.0), 2)
+    parsed = [tyro.cli(tune.Arguments, args=command) for command in commands]
+    assert [(p.ops, p.only, p.part, p.budget_s) for p in parsed] == [
+        (("rope", "swiglu"), "16384", (i, 2), 30.0) for i in range(2)
+    ]
