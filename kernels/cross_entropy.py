@@ -264,7 +264,7 @@ def check_options(
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, get_args(Reduction)))}")
 
 
-def _as_outer_inner(logits: torch.Tensor) -> torch.Tensor:
+def as_outer_inner(logits: torch.Tensor) -> torch.Tensor:
     """`logits` as (outer, inner, vocab) with unit last stride: a view for up to three dimensions, logits[:, :-1] among
     them, a copy only where there is no such view."""
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
@@ -336,7 +336,7 @@ def cross_entropy(
             reduction=reduction,
             return_lse=return_lse,
         )
-    rows = _as_outer_inner(logits)
+    rows = as_outer_inner(logits)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     compiling = torch.compiler.is_compiling()
     inplace = inplace and needs_gradient and not compiling

@@ -290,6 +290,7 @@ def cross_entropy_forward_kernel(
     loss_ptr,
     lse_ptr,
     lse_low_ptr,
+    total_ptr,
     gradient_ptr,
     scale_ptr,
     grad_lse_ptr,
@@ -305,6 +306,7 @@ def cross_entropy_forward_kernel(
     label_smoothing,
     z_loss,
     softcap,
+    PARTIAL: tl.constexpr,
     SKIP_IGNORED: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -340,13 +342,17 @@ def cross_entropy_forward_kernel(
     z_target = x_target
     if HAS_SOFTCAP:
         z_target = picked
-    loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel
-    loss = tl.where(loss < 0.0, 0.0, loss)  # p <= 1, a rounding aside
-    if HAS_SMOOTHING:
-        loss += label_smoothing * (z_target - total / vocab)
-    loss += z_loss * lse * lse
-    loss = tl.where(ignored, 0.0, tl.where(in_range, loss, float("nan")))
-    tl.store(loss_ptr + row, loss)
+    if PARTIAL:  # the loss needs the other parts of the vocabulary
+        tl.store(loss_ptr + row, tl.where(in_range, z_target, 0.0))
+        tl.store(total_ptr + row, total)
+    else:
+        loss = (lse - z_target) + lse_low  # exact where the target is likely, and lse - z_target alone would cancel
+        loss = tl.where(loss < 0.0, 0.0, loss)  # p <= 1, a rounding aside
+        if HAS_SMOOTHING:
+            loss += label_smoothing * (z_target - total / vocab)
+        loss += z_loss * lse * lse
+        loss = tl.where(ignored, 0.0, tl.where(in_range, loss, float("nan")))
+        tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     tl.store(lse_low_ptr + row, lse_low)
 

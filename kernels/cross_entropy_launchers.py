@@ -45,6 +45,7 @@ def launch_forward(
     gradient: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     grad_lse: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> None:
     """Loss and lse of each row and, in the same launch, the gradient.
 
@@ -56,6 +57,8 @@ def launch_forward(
         gradient: shape of logits, or logits itself to overwrite them; None writes none.
         scale: fp32, what each row's loss gradient is multiplied by: (rows,) or 0-dim; None for 1.
         grad_lse: (rows,) contiguous fp32, the upstream gradient of lse; None for 0.
+        total: where logits are a part of the vocabulary: (rows,) fp32, gets the sum of each row's (capped) logits if
+            there is smoothing. `loss` then gets the target's (capped) logit, 0 where the target is in another part.
     """
     outer, inner, vocab = logits.shape
     if outer * inner == 0:
@@ -70,6 +73,7 @@ def launch_forward(
             loss,
             lse,
             lse_low,
+            loss if total is None else total,
             written,
             loss if scale is None else scale,
             loss if grad_lse is None else grad_lse,
@@ -84,6 +88,7 @@ def launch_forward(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
+            PARTIAL=total is not None,
             SKIP_IGNORED=skip_ignored and grad_lse is None,
             WRITE_GRADIENT=gradient is not None,
             HAS_SCALE=scale is not None,

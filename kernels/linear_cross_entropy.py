@@ -63,13 +63,13 @@ def linear_cross_entropy_reference(
     )
 
 
-def _logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # rows start on 16-byte borders, which matrix multiplications and vector loads want (V = 50257)
     aligned = row_bytes(vocab, dtype.itemsize) // dtype.itemsize
     return torch.empty((rows, aligned), dtype=dtype, device=device)[:, :vocab]
 
 
-def _accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
+def accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
     # dW (+)= dlogitsᵀ · x in fp32 for operands of any dtype
     transposed = dlogits.t()
     if dlogits.dtype == torch.float32 or not dlogits.is_cuda:  # only CUDA multiplies 16-bit operands into fp32
@@ -111,7 +111,7 @@ def _run_chunks(
     chunk = min(chunk_size, rows) if chunk_size else chunk_rows(rows, vocab, dtype.itemsize, memory_budget)
     with torch.autocast(device.type, enabled=False):
         weight = weight.to(dtype)
-        buffer = _logits_buffer(chunk, vocab, dtype, device)
+        buffer = logits_buffer(chunk, vocab, dtype, device)
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
             x_part = x[part].to(dtype)
@@ -132,11 +132,11 @@ def _run_chunks(
             if need_dx:
                 torch.mm(logits, weight, out=dx[part])
             if need_dw:
-                _accumulate_dw(dw, logits, x_part, first=start == 0)
+                accumulate_dw(dw, logits, x_part, first=start == 0)
     return loss, lse, dx, dw
 
 
-def _folds_count(dtype: torch.dtype) -> bool:
+def folds_count(dtype: torch.dtype) -> bool:
     # whether the gradients of "mean" hold their 1/n from the start; fp16 would underflow
     return dtype != torch.float16
 
@@ -170,7 +170,7 @@ def _linear_cross_entropy_forward(
         want_lse=want_lse,
         need_dx=need_dx,
         need_dw=need_dw,
-        scale=inverse_count if _folds_count(dtype) else None,
+        scale=inverse_count if folds_count(dtype) else None,
     )
     return loss if reduction == "none" else launch_weighted_sum(loss, inverse_count), lse, inverse_count, dx, dw
 
@@ -262,14 +262,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
     _, _, inverse_count, dx, dw = output
     ctx.save_for_backward(x, weight, targets, inverse_count)
     ctx.options = (*options, dtype, chunk_size, memory_budget)
-    ctx.count_folded = _folds_count(dtype)
+    ctx.count_folded = folds_count(dtype)
     # Attributes, not saved tensors: the buffers are handed to the first backward pass, which scales them in place.
     ctx.buffers = (dx, dw) if need_dx or need_dw else None
     ctx.mark_non_differentiable(inverse_count, dx, dw)
     ctx.set_materialize_grads(False)
 
 
-def _multiplied(buffer: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def multiplied(buffer: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """buffer · factor in `dtype`, in the memory of `buffer` where that fits; a factor of 1 then costs nothing."""
     result = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
     if type(buffer) is torch.Tensor:
@@ -301,15 +301,19 @@ def _backward(ctx: Any, grad_loss: torch.Tensor | None, grad_lse: torch.Tensor |
             )
         (dx, dw), ctx.buffers = ctx.buffers, None
         factor = grad_loss if ctx.count_folded else grad_loss * inverse_count
-        dx, dw = _multiplied(dx, factor, x.dtype), _multiplied(dw, factor, weight.dtype)
+        dx, dw = multiplied(dx, factor, x.dtype), multiplied(dw, factor, weight.dtype)
     return dx if need_dx else None, dw if need_dw else None, *nothing
 
 
 torch.library.register_autograd("fuselm::linear_cross_entropy_forward", _backward, setup_context=_setup)
 
 
-def _check_inputs(
-    x: torch.Tensor, weight: torch.Tensor, chunk_size: int | None, memory_budget: int | None
+def check_linear_inputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    chunk_size: int | None,
+    memory_budget: int | None,
+    vocab_size: int | None = None,
 ) -> torch.dtype:
     """Validates the linear layer's part; the dtype to multiply in."""
     for name, tensor in (("x", x), ("weight", weight)):
@@ -333,7 +337,7 @@ def _check_inputs(
     if memory_budget is not None:
         if chunk_size is not None:
             raise ValueError(f"chunk_size={chunk_size} and memory_budget={memory_budget}: give one of the two")
-        least = row_bytes(weight.shape[0], dtype.itemsize)
+        least = row_bytes(vocab_size or weight.shape[0], dtype.itemsize)
         if memory_budget < least:
             raise ValueError(f"memory_budget={memory_budget} bytes: expected at least {least}, one row of logits")
     return dtype
@@ -384,7 +388,7 @@ def linear_cross_entropy(
         ValueError, TypeError: an argument does not fit; the message names it.
         RuntimeError: backend="triton" where Triton cannot run.
     """
-    dtype = _check_inputs(x, weight, chunk_size, memory_budget)
+    dtype = check_linear_inputs(x, weight, chunk_size, memory_budget)
     check_options(targets, x.shape[:-1], x.device, label_smoothing, z_loss, softcap, reduction)
     use_kernels = select_backend(backend, x.device) == "triton"
     if use_kernels and dtype not in KERNEL_DTYPES:

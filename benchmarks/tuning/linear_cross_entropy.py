@@ -77,7 +77,7 @@ def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callab
         elif name == "dweight to bf16":
             launch_multiply(dw, torch.empty_like(weight), one)
         else:
-            module._accumulate_dw(dw, logits, x, first="first" in name)
+            module.accumulate_dw(dw, logits, x, first="first" in name)
 
     return run, lambda: None
 

@@ -268,7 +268,7 @@ def test_layouts_of_logits(device, generator):
         torch.testing.assert_close(gradient, want[2], rtol=3e-6, atol=1e-9, msg=name)
         if name != "padded":
             assert torch.equal(loss, want[0]) and torch.equal(gradient, want[2]), name
-        assert (module._as_outer_inner(view).data_ptr() == view.data_ptr()) == (
+        assert (module.as_outer_inner(view).data_ptr() == view.data_ptr()) == (
             name not in ("every second", "transposed")
         )
     four = make((2, 3, 2), 37, device, generator)

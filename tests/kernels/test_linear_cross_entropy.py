@@ -166,7 +166,7 @@ def test_upstream_gradient_that_differs_by_row(device, generator):
 def test_frozen_inputs_cost_nothing(reduction, device, generator, monkeypatch):
     """None for what is frozen, and no matrix multiplication for it; only the loss under no_grad."""
     count = [0]
-    mm, accumulate = torch.mm, module._accumulate_dw
+    mm, accumulate = torch.mm, module.accumulate_dw
 
     def counted(function):
         def call(*args, **kwargs):
@@ -177,12 +177,12 @@ def test_frozen_inputs_cost_nothing(reduction, device, generator, monkeypatch):
 
     x, weight, targets = make(6, 37, 16, device, generator)
     want = backward(plain, x, weight, targets, reduction=reduction)
-    monkeypatch.setattr(module, "_accumulate_dw", counted(accumulate))
+    monkeypatch.setattr(module, "accumulate_dw", counted(accumulate))
     monkeypatch.setattr(torch, "mm", counted(mm))
     again = 2 if reduction == "none" else 0  # "none" computes the logits of its two chunks once more
     for need_x, need_w, multiplications in ((True, False, 4 + again), (False, True, 4 + again), (False, False, 2)):
         leaf_x, leaf_w = x.detach().requires_grad_(need_x), weight.detach().requires_grad_(need_w)
-        monkeypatch.setattr(module, "_accumulate_dw", counted(lambda dw, g, a, first: dw.zero_()))
+        monkeypatch.setattr(module, "accumulate_dw", counted(lambda dw, g, a, first: dw.zero_()))
         count[0] = 0
         loss = linear_cross_entropy(leaf_x, leaf_w, targets, reduction=reduction, backend="triton", chunk_size=3)
         assert loss.requires_grad == (need_x or need_w)
@@ -192,7 +192,7 @@ def test_frozen_inputs_cost_nothing(reduction, device, generator, monkeypatch):
         assert (leaf_x.grad is not None) == need_x and (leaf_w.grad is not None) == need_w
         if need_x:
             torch.testing.assert_close(leaf_x.grad, want[2], rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(module, "_accumulate_dw", accumulate)
+    monkeypatch.setattr(module, "accumulate_dw", accumulate)
     only_w = weight.detach().requires_grad_()
     linear_cross_entropy(x.detach(), only_w, targets, reduction=reduction, backend="triton").sum().backward()
     torch.testing.assert_close(only_w.grad, want[3], rtol=1e-5, atol=1e-6)
