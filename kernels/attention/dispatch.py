@@ -21,7 +21,7 @@ Direction = Literal["forward", "backward"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {"portable": (portable_forward, portable_backward), "hopper": (hopper_forward, hopper_backward)}
 HOPPER_HEAD_DIMS = (64, 128)
-HOPPER_BY_DEFAULT = False
+HOPPER_BY_DEFAULT = True
 """Whether calls that the Hopper kernels take run them without being asked (`prefer_hopper`)."""
 
 _hopper_enabled = HOPPER_BY_DEFAULT

@@ -302,7 +302,7 @@ def hopper_forward(
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
     profile = device_profile(q.device)
-    launch = hopper_forward_launch(head_dim, profile)
+    launch = hopper_forward_launch(head_dim, keys, profile)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     packed = cu_seqlens_q is not None

@@ -65,6 +65,10 @@ def key_value_launch(head_dim: int, dtype: torch.dtype, profile: DeviceProfile) 
         return TileLaunch(32, 128, 8, 2) if width <= 64 else TileLaunch(32, 64 if width <= 128 else 32, 8, 1)
     if profile.arch < 90:  # operands pass through registers
         return TileLaunch(32, 128, 8, 2) if width <= 64 else TileLaunch(64 if width <= 128 else 32, 64, 8, 2)
+    if profile.arch == 90 and width <= 128:
+        # Measured on an H200, causal bf16 4 x 4096, with the dQ kernel: 2.757 ms against 2.892 with two stages at
+        # head_dim 64, 4.098 against 4.314 with (64, 128, 8, 2) at 128.
+        return TileLaunch(64, 128, 8, 3) if width <= 64 else TileLaunch(64, 64, 4, 2)
     return TileLaunch(64, 128, 8, 2) if width <= 128 else TileLaunch(32, 64, 8, 2)
 
 
@@ -76,5 +80,6 @@ def query_launch(head_dim: int, dtype: torch.dtype, profile: DeviceProfile) -> T
     if profile.shared_memory < _SMALL_SHARED:
         return TileLaunch(64, 64, 4, 2) if width <= 64 else TileLaunch(64 if width <= 128 else 32, 32, 8, 1)
     if width <= 128:
-        return TileLaunch(128, 64, 8, 3 if width <= 64 else 2)
+        # sm_90 at head_dim 128, measured as above: 4.124 ms with three stages, 4.277 with two.
+        return TileLaunch(128, 64, 8, 3 if width <= 64 or profile.arch == 90 else 2)
     return TileLaunch(64, 32, 8, 2)

@@ -74,16 +74,25 @@ class HopperBackwardLaunch:
         return 2 * CONSUMER_ROWS
 
 
-def hopper_forward_launch(head_dim: int, profile: DeviceProfile) -> HopperForwardLaunch:
-    """Tiles of the forward kernel."""
-    if head_dim == 64:
-        return HopperForwardLaunch(3, 128, 2, False, True, 16 * 2**20)
-    return HopperForwardLaunch(2, 128, 2, False, True, 16 * 2**20)
+def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
+    """Tiles of the forward kernel for sequences of `keys` keys.
+
+    Measured on an H200, causal bf16, milliseconds. Turns: 0.918 against 0.974 at head_dim 128 (4 x 4096). Sections of
+    32 MiB: 0.918, of 16: 0.969. At head_dim 64 two consumers take 0.179 at 1024 keys and 1.283 at 16384, three 0.203
+    and 1.147: tiles of 192 read keys less often, and waste more of a short row. At 4096 keys they are alike.
+    """
+    if head_dim == 64 and keys > 2048:
+        return HopperForwardLaunch(3, 128, 2, True, True, 32 * 2**20)
+    return HopperForwardLaunch(2, 128, 3 if head_dim == 64 else 2, True, True, 32 * 2**20)
 
 
 def hopper_backward_launch(head_dim: int, profile: DeviceProfile) -> HopperBackwardLaunch:
-    """Tiles of the main backward kernel."""
-    return HopperBackwardLaunch(128 if head_dim == 64 else 64, 2, 16 * 2**20)
+    """Tiles of the main backward kernel.
+
+    Measured on an H200, causal bf16, milliseconds: at head_dim 128 (4 x 4096) 2.762 with sections of 32 MiB and 3.012
+    with 16; at head_dim 64 (32 x 1024) 0.538 with 32 and 0.502 with 16.
+    """
+    return HopperBackwardLaunch(128, 2, 16 * 2**20) if head_dim == 64 else HopperBackwardLaunch(64, 2, 32 * 2**20)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:
