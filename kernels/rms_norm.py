@@ -112,7 +112,7 @@ def _launch_forward(
         return y, h, rstd
     inner, views = _row_views(x) if residual is None else _row_views(x, residual)
     (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
-    launch = forward_launch(rows, n, x.element_size(), device_profile(x.device))
+    launch = forward_launch(rows, n, x.element_size(), device_profile(x.device), residual is not None)
     blocks = -(-rows // launch.block_rows)
     arguments = (
         x_in,

@@ -2,6 +2,8 @@
 
 A row that fits is held in registers, in one block or in a power of two plus a smaller tail (768 = 512 + 256,
 5,120 = 4,096 + 1,024), whichever covers the width with fewer idle lanes. A wider row is read twice in chunks.
+
+Times in the comments are milliseconds on an H200 (Triton 3.6, bf16, L2 flushed), the best choice before the others.
 """
 
 from __future__ import annotations
@@ -89,18 +91,27 @@ def _tail_warps(tail: int) -> int:
     return _warps(tail, 8, 32)
 
 
-def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
-    """Forward launch for `rows` rows of `n` elements of `itemsize` bytes."""
+def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile, residual: bool = False) -> RmsNormLaunch:
+    """Forward launch for `rows` rows of `n` elements of `itemsize` bytes, to which a residual is added first or not."""
     if n > _FORWARD_WIDTH:
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
-        # Rows start anywhere: loads are narrow, and the weight changes layout, which a persistent grid does once.
-        num_warps = _warps(main, 16, 32)
-        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 32 // num_warps))
+        # Rows start anywhere, so loads are narrow: many of them a thread. 8193 x 4097: 0.047, with 16 elements a
+        # thread 0.051.
+        return RmsNormLaunch(1, main, tail, _warps(main, 32, 32))
     if tail:
         return RmsNormLaunch(1, main, tail, _tail_warps(tail))
+    if main > 8192:
+        # Two programs an SM, rows through shared memory. 4096 x 16384: 0.074, one program a row 0.094.
+        num_warps = _warps(main, 32, 32)
+        return RmsNormLaunch(1, main, 0, num_warps, profile.num_sms * 2, 3)
+    if main >= 2048:
+        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.070, 16 elements
+        # 0.072; 8192 x 8192: 0.071, 16 elements 0.088. With a residual there are twice the loads: 8 elements
+        # (16384 x 4096: 0.134, 32 elements 0.136, 16 elements 0.137).
+        return RmsNormLaunch(1, main, 0, _warps(main, 8 if residual and main <= 4096 else 32, 32))
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 
@@ -108,14 +119,21 @@ def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> 
 def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
     """Backward launch: a persistent grid; more programs hide latency, fewer write less of the dw partials."""
     if n > _BACKWARD_WIDTH:
+        if n > 4 * _BACKWARD_WIDTH:
+            # 1024 x 65536: 0.222 with short chunks of four rows, which read each chunk of the weight once; 0.254 with
+            # 8192 columns of two rows, 0.407 with one row.
+            return RmsNormLaunch(4, 4096 // itemsize, 0, 8, profile.num_sms * 2)
         fitting = _CACHE_BYTES // (profile.num_sms * 2 * n * itemsize)
         block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
-        return RmsNormLaunch(block_rows, 8192 // itemsize, 0, 16, profile.num_sms)
+        # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096.
+        return RmsNormLaunch(block_rows, 16384 // itemsize, 0, 16, profile.num_sms)
     main, tail = split_width(n)
     aligned = n * itemsize % _VECTOR_BYTES == 0
-    if tail and aligned and main <= 2 * tail:
-        num_warps = _tail_warps(tail)
-        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 12 // num_warps))
+    if tail and aligned and main <= 4 * tail:
+        # 65536 x 768: 0.086 with two warps and rows through shared memory, 0.091 with one warp that loads straight to
+        # registers. 8192 x 5120: 0.074 with eight warps, 0.083 with one block of 8192.
+        num_warps = max(_warps(main, 16, 32), min(_warps(tail, 4, 32), 2))
+        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 16 // num_warps), 3)
     if tail and aligned:
         # Few threads for a small tail would hold more of the main block than fits their registers: idle lanes instead.
         main, tail = 2 * main, 0

@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuselm.kernels import adamw_step
+from fuselm.kernels._triton import device_profile
 from fuselm.kernels.adamw import AdamW
-from fuselm.kernels.launch.adamw import ChunkLaunch
+from fuselm.kernels.launch.adamw import ChunkLaunch, step_launch
 
 OPTIONS: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
 
@@ -139,7 +140,8 @@ def test_300_tensors_in_two_groups_take_three_launches(launches, device):
         "adamw_kernel": 1,
     }
     (update,) = launches["adamw_kernel"].grids
-    assert update == (sum(-(-n // 4096) for n in sizes),)
+    chunk = step_launch((torch.float32,) * 3, False, device_profile(device)).chunk
+    assert update == (sum(-(-n // chunk) for n in sizes),)
 
 
 @pytest.mark.parametrize("change", ["nothing", "the rates", "the gradients"])
