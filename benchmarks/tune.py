@@ -122,7 +122,10 @@ def load_targets(op: str) -> list[Target]:
     """
     if op not in known_ops():
         raise SystemExit(f"error: op {op!r} has no targets: expected one of {', '.join(known_ops())}")
-    return list(importlib.import_module(f"tuning.{op}").TARGETS)
+    targets = list(importlib.import_module(f"tuning.{op}").TARGETS)
+    for target in targets:  # makes the ops that a target calls
+        importlib.import_module(target.attribute.rpartition(".")[0])
+    return targets
 
 
 @contextlib.contextmanager

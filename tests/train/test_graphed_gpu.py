@@ -26,6 +26,7 @@ def train(make_config, gpu_world, tmp_path):
     """train(name, **overrides): (losses and norms by step, the trainer)."""
 
     def run(name: str, **overrides) -> tuple[dict[int, tuple[float, float]], Trainer]:
+        torch._dynamo.reset()  # each run compiles its blocks anew: as many runs in one process meet dynamo's limit
         options = {"training__steps": 3 * WARM_UP, "optimizer__lr": 1e-3, "checkpoint__every": 0}
         options |= {"parallel__sharding": "auto"} | overrides
         config = make_config(tmp_path, parallel__device="cuda", **options)
