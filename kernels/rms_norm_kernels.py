@@ -348,6 +348,7 @@ def sum_partials_kernel(
     for start in range(0, partials, BLOCK_PARTIALS):
         row = start + tl.arange(0, BLOCK_PARTIALS)[:, None]
         at = partial_ptr + row.to(tl.int64) * PARTIAL_STRIDE + col
-        total += tl.load(at, mask=(row < partials) & (col < N), other=0.0)
+        # Also the unused columns up to the stride, whose sums are not stored: N may cut a vector, the stride does not.
+        total += tl.load(at, mask=(row < partials) & (col < PARTIAL_STRIDE), other=0.0)
     dw = tl.sum(total, 0, keep_dims=True)
     tl.store(dw_ptr + col, dw.to(dw_ptr.dtype.element_ty), mask=col < N)

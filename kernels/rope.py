@@ -217,7 +217,7 @@ class _Rope(torch.autograd.Function):
         return _backward(ctx, *grad_outputs)
 
 
-def _check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
+def check_rope_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
     if q.dim() not in (3, 4) or k.dim() != q.dim():
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected (batch, seq, heads, head_dim) for both, or "
@@ -302,7 +302,7 @@ def rope(
         TypeError: a dtype is not supported.
         RuntimeError: backend="triton" where it cannot run.
     """
-    _check_inputs(q, k, cos, sin, positions, offset)
+    check_rope_inputs(q, k, cos, sin, positions, offset)
     if q.dtype not in _KERNEL_DTYPES:
         if backend == "triton":
             raise TypeError(f"q is {q.dtype}: backend='triton' takes float32, bfloat16, float16")
@@ -315,7 +315,7 @@ def rope(
     return _apply(q, k, cos, sin, positions, offset)
 
 
-def _split_heads(x: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(x: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of (batch, seq, heads, head_dim)."""
     end = num_heads + num_kv_heads
     return x[:, :, :num_heads], x[:, :, num_heads:end], x[:, :, end:]
@@ -332,7 +332,7 @@ def _launch_qkv(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated q, rotated k, and v: each in new memory, or views of qkv after q and k were rotated there."""
-    q, k, v = _split_heads(qkv.detach(), num_heads, num_kv_heads)
+    q, k, v = split_heads(qkv.detach(), num_heads, num_kv_heads)
     batch, seq_len, _, head_dim = qkv.shape
     dense = qkv.stride()[2:] == (head_dim, 1) and (batch == 1 or qkv.stride(0) == seq_len * qkv.stride(1))
     if inplace and dense:
@@ -351,7 +351,7 @@ def _launch_qkv_backward(
     batch, seq_len, num_heads, head_dim = dq.shape
     shape = batch, seq_len, num_heads + 2 * dk.shape[2], head_dim
     gradient = torch.empty(shape, dtype=dq.dtype, device=dq.device)
-    parts = _split_heads(gradient, num_heads, dk.shape[2])
+    parts = split_heads(gradient, num_heads, dk.shape[2])
     _rotate((dq, dk, dv), parts, cos, sin, positions, offset, True)
     return gradient
 
@@ -367,7 +367,7 @@ def _rope_qkv_forward(
 def _(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _split_heads(qkv, num_heads, num_kv_heads)
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -469,11 +469,11 @@ def rope_qkv(
             f"(batch, seq, {num_heads + 2 * num_kv_heads}, head_dim) or (tokens, heads, head_dim), heads of q, k, v"
         )
     whole = qkv if qkv.dim() == 4 else qkv.unsqueeze(0)
-    q, k, v = _split_heads(whole, num_heads, num_kv_heads)
+    q, k, v = split_heads(whole, num_heads, num_kv_heads)
     if qkv.dim() == 3:
-        _check_inputs(q[0], k[0], cos, sin, positions, offset)
+        check_rope_inputs(q[0], k[0], cos, sin, positions, offset)
     else:
-        _check_inputs(q, k, cos, sin, positions, offset)
+        check_rope_inputs(q, k, cos, sin, positions, offset)
     if qkv.dtype not in _KERNEL_DTYPES:
         if backend == "triton":
             raise TypeError(f"qkv is {qkv.dtype}: backend='triton' takes float32, bfloat16, float16")

@@ -6,6 +6,48 @@ from fuselm.kernels._triton import jit, tl
 
 
 @jit
+def load_positions(positions_ptr, batch, tokens, seq_len, offset, stride_batch, stride_token, GIVEN: tl.constexpr):
+    """Positions of tokens, int64, in their shape: read where they are GIVEN, else counted from offset."""
+    if GIVEN:
+        at = positions_ptr + batch * stride_batch + tokens * stride_token
+        return tl.load(at, mask=tokens < seq_len, other=0).to(tl.int64)
+    else:
+        return tokens + offset
+
+
+@jit
+def load_angles(
+    cos_ptr,
+    sin_ptr,
+    position,  # [T, 1, 1] int64
+    column,  # [1, 1, HALF]
+    mask,  # [T, H, HALF]
+    table_len,
+    HALF: tl.constexpr,
+    CHECK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """cos and sin of a tile, [T, H, HALF] fp32. CHECK: positions may lie outside the tables.
+
+    The tables are read again for each head, from the L1 cache: a tile without the heads would have another layout than
+    x, and the two would meet through shared memory.
+    """
+    at = tl.broadcast_to(position * HALF + column, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF])
+    if EVEN and not CHECK:
+        cos = tl.load(cos_ptr + at)
+        sin = tl.load(sin_ptr + at)
+    else:
+        # A position outside the table reads nothing and gives NaN: a check on the host would wait for the device.
+        inside = mask & (position >= 0) & (position < table_len)
+        cos = tl.load(cos_ptr + at, mask=inside, other=float("nan"))
+        sin = tl.load(sin_ptr + at, mask=inside, other=float("nan"))
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@jit
 def _heads_tile(
     x_ptr,
     out_ptr,
@@ -47,17 +89,20 @@ def _heads_tile(
         x1 = tl.load(x, mask=mask, other=0.0)
         x2 = tl.load(x + far, mask=mask, other=0.0)
     if ROTATE:
-        # The tables are read in the shape of x, again for each head (from the L1 cache): a smaller tile would have
-        # another layout, and meet x through shared memory.
-        at = tl.broadcast_to(position * HALF + column, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF])
-        if EVEN and not CHECK:
-            cos = tl.load(cos_ptr + at).to(tl.float32)
-            sin = tl.load(sin_ptr + at).to(tl.float32)
-        else:
-            # A position outside the table reads nothing and gives NaN: a check on the host would wait for the device.
-            inside = mask & (position >= 0) & (position < table_len)
-            cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
-            sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
+        cos, sin = load_angles(
+            cos_ptr,
+            sin_ptr,
+            position,
+            column,
+            mask,
+            table_len,
+            HALF,
+            CHECK,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
         if INVERSE:
             sin = -sin
         a, b = x1.to(tl.float32), x2.to(tl.float32)
@@ -124,11 +169,9 @@ def rope_kernel(
     blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
     batch = (block // blocks).to(tl.int64)
     tokens = (block % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
-    if HAS_POSITIONS:
-        at = positions_ptr + batch * positions_stride_batch + tokens * positions_stride_token
-        position = tl.load(at, mask=tokens < seq_len, other=0).to(tl.int64)
-    else:
-        position = tokens + offset
+    position = load_positions(
+        positions_ptr, batch, tokens, seq_len, offset, positions_stride_batch, positions_stride_token, HAS_POSITIONS
+    )
     if part < Q_BLOCKS:
         _heads_tile(
             q_ptr,

@@ -68,10 +68,14 @@ def _shapes(n: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys([split_width(n), (whole, 0)]))
 
 
+# (rows a program, elements a thread) of rows shorter than a warp's vectors
+_SHORT = ((16, 16), (32, 16), (8, 8), (16, 8), (32, 32), (4, 16), (8, 16), (64, 32))
+
+
 def _forward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
     found = []
     for main, tail in _shapes(n):
-        for rows, per_thread in ((1, 16), (1, 32), (1, 8), (2, 16), (4, 16), (2, 32)):
+        for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 32), (1, 8), (2, 16), (4, 16), (2, 32)):
             warps = rows * main // (32 * per_thread)
             if 1 <= warps <= 32 and (rows == 1 or main <= 4096):
                 found.append(RmsNormLaunch(rows, main, tail, warps))
@@ -85,9 +89,9 @@ def _backward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
     found = []
     aligned = n % 8 == 0
     for main, tail in _shapes(n):
-        for rows, per_thread in ((1, 16), (1, 8), (1, 32), (2, 16), (4, 16)):
+        for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 8), (1, 32), (2, 16), (4, 16)):
             warps = rows * main // (32 * per_thread)
-            if not 1 <= warps <= 32 or (rows > 1 and main > 2048):
+            if not 1 <= warps <= 32 or (rows > 1 and main > 2048) or (n <= 256 and warps > 8):
                 continue
             for stages in (3, 1, 2, 4) if aligned else (1,):
                 # About 16 warps a multiprocessor is what the registers of 16 elements a thread allow.
