@@ -135,7 +135,10 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
 def _put(page: Path | None, table: str, markers: tuple[str, str]) -> list[Path]:
     if page is None:
         return []
-    page.write_text(replace_table(page.read_text(), table, markers))
+    try:
+        page.write_text(replace_table(page.read_text(), table, markers))
+    except ValueError as error:
+        raise SystemExit(f"error: {page}: {error}; add the two lines, or pass None for the page") from error
     return [page]
 
 

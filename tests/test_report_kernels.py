@@ -163,7 +163,7 @@ def test_the_pages_and_pictures_are_written(tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()[:1000]
     page.write_text("# Speed")
-    with pytest.raises(ValueError, match="has no <!-- kernels -->"):
+    with pytest.raises(SystemExit, match=r"page\.md: the page has no <!-- kernels -->"):
         report.main()
     monkeypatch.setattr(sys, "argv", ["report.py"])
     with pytest.raises(SystemExit, match="no result files"):

@@ -14,7 +14,7 @@ DISTRIBUTIONS = ("quack-kernels", "nvidia-cutlass-dsl")
 
 
 def providers() -> Providers:
-    """rms_norm, add_rms_norm, cross_entropy. Its norm takes an fp32 weight."""
+    """rms_norm, add_rms_norm, cross_entropy, linear_cross_entropy. Its norm takes an fp32 weight."""
     quack = importlib.import_module("quack")
 
     def fp32_weight(inputs: dict[str, Any]) -> torch.Tensor:
@@ -43,8 +43,14 @@ def providers() -> Providers:
             keeps_graph=False,
         )
 
+    def linear_cross_entropy(inputs: dict[str, Any]) -> Call:
+        module = importlib.import_module("quack.linear_cross_entropy")  # apart: it does not import everywhere
+        call = partial(module.chunked_linear_cross_entropy, inputs["x"], inputs["weight"], inputs["targets"])
+        return Call(call, leaves_of(inputs), keeps_graph=False)
+
     return {
         "rms_norm": {NAME: rms_norm},
         "add_rms_norm": {NAME: add_rms_norm},
         "cross_entropy": {NAME: cross_entropy, "QuACK, in place": cross_entropy_in_place},
+        "linear_cross_entropy": {NAME: linear_cross_entropy},
     }
