@@ -6,6 +6,8 @@ kernels; with `compile` it is also compiled as a whole.
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +18,28 @@ if TYPE_CHECKING:
     from fuselm.model.llama import Llama
 
 
+def _forward(model: Llama, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    return model(tokens, cache=cache)[:, 0]
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """`_forward`, compiled once for all caches of this shape.
+
+    Each shape has a code object of its own: torch.compile counts the versions of a code object, and after a few of them
+    refuses to make another.
+    """
+    code = _forward.__code__.replace(co_name=f"decode_{batch}_{max_len}_{str(dtype)[6:]}_{device.type}")
+    return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
+
+
 class DecodeStep:
     """Decodes with a cache that holds the prompts.
 
     Args:
         model: on the cache's device. Its weights may change in place between steps, but not move.
         cache: no other forward pass may use it from now on until `close`.
-        compile: compile the step, whole, for exactly this batch and cache; takes seconds.
+        compile: compile the step, whole; takes seconds for the first cache of its shape.
         graph: record it as a CUDA graph at the second step; None does so on a GPU.
 
     Raises:
@@ -36,15 +53,13 @@ class DecodeStep:
         self._use_graph = device.type == "cuda" if graph is None else graph
         self.cache = cache
         cache.decoding = True
-        self._model = model
         self._tokens = torch.zeros(cache.lengths.shape[0], 1, dtype=torch.int64, device=device)
-        self._run: Any = torch.compile(self._forward, fullgraph=True, dynamic=False) if compile else self._forward
+        keys = cache.keys[0]
+        step = _compiled(keys.shape[0], keys.shape[1], keys.dtype, device) if compile else _forward
+        self._run: Any = functools.partial(step, model, self._tokens, cache)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Any = None
         self._steps = 0
-
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model(tokens, cache=self.cache)[:, 0]
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,7 +79,7 @@ class DecodeStep:
             raise ValueError(f"the cache holds {cache.max_len} tokens and is full; make it with a larger max_len")
         self._tokens.copy_(tokens[:, None])
         if not self._use_graph:
-            logits = self._run(self._tokens)
+            logits = self._run()
         elif self._graph is not None:
             self._graph.replay()
             logits = self._logits
@@ -73,7 +88,7 @@ class DecodeStep:
         else:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):  # recorded, not run
-                self._logits = self._run(self._tokens)
+                self._logits = self._run()
             self._graph.replay()
             logits = self._logits
         self._steps += 1
@@ -85,7 +100,7 @@ class DecodeStep:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            logits = self._run(self._tokens)
+            logits = self._run()
         main.wait_stream(side)
         logits.record_stream(main)
         return logits

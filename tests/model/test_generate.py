@@ -291,12 +291,13 @@ def test_a_text_goes_on_after_decoding(either: Llama, device: torch.device) -> N
 
 
 def test_the_compiled_step_is_compiled_once(model: Llama, prompt: torch.Tensor) -> None:
-    """Ten steps, one graph, the same tokens: nothing in a step depends on how far it is."""
+    """Two texts of ten steps, one graph, the same tokens: nothing in a step depends on how far it is."""
     torch.compiler.reset()
     counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo detected a call to a `functools.lru_cache`")  # no new tables
         compiled = generate(model, prompt, max_new_tokens=11, temperature=0, compile=True)
+        assert torch.equal(compiled, generate(model, prompt, max_new_tokens=11, temperature=0, compile=True))
     assert counters["stats"]["unique_graphs"] == 1
     assert torch.equal(compiled, generate(model, prompt, max_new_tokens=11, temperature=0))
 
