@@ -13,6 +13,8 @@ Both passes are bound by instructions unless they are lean, so:
   running maximum once and rescales the running sum once.
 - The second pass writes p · factor. Upstream gradient, z-loss, the gradient of lse and the low part of lse are in the
   factor, computed once a row; the target's element is computed apart and stored after a barrier.
+- With stages, later blocks are on their way to shared memory (cp.async) while one is worked on: few programs then keep
+  enough bytes in flight. Triton leaves the loops as they are with one stage.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ def _logsumexp(
     RAGGED: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    READ_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -134,7 +137,7 @@ def _logsumexp(
     s = tl.zeros([N], tl.float32)
     total = tl.zeros([N], tl.float32)
     picked = tl.zeros([N], tl.float32)
-    for i in range(0, full):
+    for i in tl.range(0, full, num_stages=READ_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
         z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
         reference, s, total, picked = _accumulate(
@@ -222,6 +225,7 @@ def _write_gradient(
     ALIGNMENT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    WRITE_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -257,7 +261,7 @@ def _write_gradient(
             d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
             pointers = tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT])
             tl.store(pointers, d.to(dtype), mask=mask, eviction_policy="evict_first")
-        for i in range(0, full):
+        for i in tl.range(0, full, num_stages=WRITE_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             start = (full - 1 - i) * BLOCK
             pointers = tl.multiple_of(source + start + lanes, [1, 16])
             z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
@@ -315,6 +319,8 @@ def cross_entropy_forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    READ_STAGES: tl.constexpr,
+    WRITE_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -334,7 +340,7 @@ def cross_entropy_forward_kernel(
     if SKIP_IGNORED:
         limit = tl.where(ignored, 0, vocab)
     lse, lse_low, total, picked = _logsumexp(
-        logits, head, target, vocab, limit, softcap, RAGGED, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK, VECTOR
+        logits, head, target, vocab, limit, softcap, RAGGED, HAS_SMOOTHING, HAS_SOFTCAP, READ_STAGES, BLOCK, VECTOR
     )
     if SKIP_IGNORED:  # a row that was not read
         lse = tl.where(ignored, 0.0, lse)
@@ -388,6 +394,7 @@ def cross_entropy_forward_kernel(
             ALIGNMENT,
             HAS_SMOOTHING,
             HAS_SOFTCAP,
+            WRITE_STAGES,
             BLOCK,
             VECTOR,
         )
@@ -424,6 +431,7 @@ def cross_entropy_backward_kernel(
     PARTIAL: tl.constexpr,
     RAGGED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    WRITE_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -473,6 +481,7 @@ def cross_entropy_backward_kernel(
             ALIGNMENT,
             HAS_SMOOTHING,
             HAS_SOFTCAP,
+            WRITE_STAGES,
             BLOCK,
             VECTOR,
         )

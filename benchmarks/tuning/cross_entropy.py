@@ -17,10 +17,35 @@ from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
 SHAPES = ((8192, 128256), (16384, 50304), (16384, 32000), (16384, 50257), (8192, 128255))
 CHECKED_ROWS = 64
+# logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, stages of both passes
 LAUNCHES = {
-    # logits a program handles at a time, warps: one vector of 8 bf16 a thread, two, four
-    "wide": ((16384, 32), (8192, 32), (4096, 16), (8192, 16), (32768, 32), (16384, 16), (4096, 8), (2048, 8)),
-    "middle": ((4096, 16), (8192, 16), (4096, 8), (2048, 8), (8192, 32), (8192, 8), (16384, 32), (1024, 4), (2048, 4)),
+    "wide": (
+        (32768, 32, 1, 1),
+        (16384, 32, 3, 3),
+        (16384, 32, 3, 1),
+        (8192, 32, 3, 3),
+        (8192, 32, 4, 4),
+        (32768, 32, 3, 1),
+        (16384, 32, 4, 2),
+        (8192, 16, 3, 3),
+        (8192, 32, 4, 1),
+        (16384, 16, 3, 3),
+        (16384, 32, 1, 1),
+    ),
+    "middle": (
+        (8192, 16, 1, 1),
+        (8192, 16, 3, 3),
+        (8192, 16, 3, 1),
+        (4096, 16, 3, 3),
+        (4096, 16, 4, 4),
+        (4096, 8, 3, 3),
+        (4096, 8, 1, 1),
+        (2048, 8, 4, 4),
+        (8192, 32, 3, 3),
+        (16384, 16, 1, 1),
+        (4096, 16, 4, 1),
+        (2048, 8, 3, 1),
+    ),
 }
 
 
@@ -53,9 +78,7 @@ TARGETS: list[Target] = [
     Target(
         name=f"cross_entropy {what} {rows}x{vocab} bf16",
         attribute="fuselm.kernels.cross_entropy_launchers.cross_entropy_launch",
-        candidates=tuple(
-            CrossEntropyLaunch(block, warps) for block, warps in LAUNCHES["wide" if vocab > 65536 else "middle"]
-        ),
+        candidates=tuple(CrossEntropyLaunch(*values) for values in LAUNCHES["wide" if vocab > 65536 else "middle"]),
         make=partial(_make, rows, vocab, reduction),
         bytes_moved=passes * rows * vocab * 2,
     )

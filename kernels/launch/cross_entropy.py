@@ -16,10 +16,15 @@ class CrossEntropyLaunch:
     Attributes:
         block: logits a program handles at a time (a power of two, at least 16 bytes of them).
         num_warps: warps a program.
+        read_stages: blocks of the first pass (the logsumexp) under way at a time, all but one in shared memory; 1 loads
+            straight into registers.
+        write_stages: the same of the second pass (the gradient).
     """
 
     block: int
     num_warps: int
+    read_stages: int = 1
+    write_stages: int = 1
 
 
 def cross_entropy_launch(vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> CrossEntropyLaunch:
