@@ -48,7 +48,7 @@ import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
 from fuselm.kernels.adamw_reference import reference_step
-from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, local_gradient
+from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local, peek_gradient
 from fuselm.kernels.adamw_slots import Slot, check_copies, misfit
 from fuselm.kernels.adamw_step import KERNEL_DTYPES, TritonStep
 from fuselm.kernels.adamw_tables import Entry, Hyper
@@ -337,7 +337,7 @@ class AdamW(torch.optim.Optimizer):
                 self._initialize(param, local(param), state)
                 entry = slot.bind(state)
             if slot.sharded:
-                grad = local_gradient(param, grad)
+                grad = peek_gradient(param, grad)
             # torch compares shapes where a gradient is set; the kernels must not read past what was swapped in since.
             if grad.numel() != entry.numel or grad.device != device:
                 raise ValueError(misfit("gradient", grad, entry.param))

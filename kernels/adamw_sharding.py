@@ -41,6 +41,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part.wait() if hasattr(part, "wait") else part  # a collective that is still under way
 
 
+def peek(tensor: torch.Tensor) -> torch.Tensor:
+    """local() of what was a DTensor when last looked at, for the loop that runs in every step; the checks that local()
+    makes take ten times as long."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if type(part) is torch.Tensor else local(tensor)
+
+
+def peek_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """local_gradient() of a DTensor parameter, quick where both share one specification, as under FSDP2."""
+    spec = getattr(grad, "_spec", None)
+    return peek(grad) if spec is not None and spec is getattr(param, "_spec", None) else local_gradient(param, grad)
+
+
 def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """This rank's part of `grad`, cut as `param` is.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuselm.kernels.adamw_sharding import Place, is_dtensor, local, place_of
+from fuselm.kernels.adamw_sharding import Place, is_dtensor, local, peek, place_of
 from fuselm.kernels.adamw_tables import Entry
 
 
@@ -71,7 +71,8 @@ class Slot:
             return False
         parts = self._parts
         if self.sharded:
-            parts = [t if t is None else local(t) for t in (self.param, *raw)]
+            master = raw[3] if raw[3] is None else peek(raw[3])
+            parts = [peek(self.param), peek(raw[0]), peek(raw[1]), raw[2], master]
         return [0 if t is None else t.data_ptr() for t in parts] == self._addresses
 
     def bind(self, state: dict[str, Any]) -> Entry:

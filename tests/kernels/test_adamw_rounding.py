@@ -203,7 +203,7 @@ def test_second_moment_grows_where_plain_rounding_stalls(backend, device):
 def _train(params, optimizer, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
         for p in params:
-            p.grad = torch.cos(torch.arange(p.numel(), device=p.device) + step).to(p.dtype)
+            p.grad = torch.cos(torch.arange(p.numel(), device=p.device) + step).to(p.dtype).view_as(p)
         optimizer.step()
 
 
@@ -242,6 +242,26 @@ def test_a_resumed_run_goes_on_bit_by_bit_with_the_saved_seed(state_dtype, devic
         _train(*run, 3, 2)
     for a, b, c in zip(params, others, twins, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_the_seed_goes_through_a_distributed_checkpoints_state_dict(flatten, device):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    pair = []
+    for seed in (2**40 + 1, 5):
+        model = torch.nn.Linear(30, 20, device=device, dtype=BF16)
+        optimizer = AdamW(model.parameters(), lr=1e-3, stochastic_rounding=True, seed=seed)
+        pair.append((model, list(model.parameters()), optimizer))
+    (model, params, optimizer), (other, others, resumed) = pair
+    _train(params, optimizer, 2)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    set_state_dict(other, resumed, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    for each in ((params, optimizer), (others, resumed)):
+        _train(*each, 3, 2)
+    assert resumed.param_groups[0]["seed"] == 2**40 + 1
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 def test_state_dicts_without_a_seed_load_and_with_one_are_taken_by_torch(device):
