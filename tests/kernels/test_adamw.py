@@ -320,7 +320,7 @@ def test_offsets_beyond_int32(monkeypatch, device):
     def last_chunks(self, launches, rows, launch):
         self.partials.zero_()
         norm = len(rows) == 3
-        add(self, launches, [r[-2:] if norm else r[:2] for r in rows], launch)  # updates begin with the last chunk
+        add(self, launches, [r[-2:] if norm else r[:16] for r in rows], launch)  # updates begin with the last
 
     add = adamw_tables.Plan._add
     monkeypatch.setattr(adamw_tables.Plan, "_add", last_chunks)
