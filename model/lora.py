@@ -69,11 +69,11 @@ class LoRALinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.zeros(linear.out_features, config.rank, **like))
         self._before: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = nn.functional.linear(x, self.weight)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = nn.functional.linear(input, self.weight)
         if self._before is not None:
             return out
-        return out + nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b) * self.scale
+        return out + nn.functional.linear(nn.functional.linear(input, self.lora_a), self.lora_b) * self.scale
 
     @torch.no_grad()
     def merge(self) -> None:
