@@ -71,18 +71,20 @@ def _backward(
 
 
 def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    shapes = [(2, 128, 2)] if head_dim == 128 else [(3, 128, 2), (3, 128, 3), (2, 128, 3)]
+    shapes = [(2, 128, 2)] if head_dim == 128 else [(3, 128, 2), (2, 128, 3), (3, 128, 3)]
     return tuple(
-        HopperForwardLaunch(*shape, ping_pong, persistent, section * MIB)
-        for shape in shapes
-        for ping_pong in (False, True)
+        HopperForwardLaunch(*shape, True, persistent, section * MIB)
         for persistent in (True, False)
-        for section in (16, 32, 8)
+        for shape in shapes
+        for section in (32, 64, 24)
+        if persistent or section == 32
     )
 
 
 def _backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    return tuple(HopperBackwardLaunch(128 if head_dim == 64 else 64, 2, m * MIB) for m in (16, 8, 32, 1024))
+    block_m = 128 if head_dim == 64 else 64
+    choices = ((True, 32), (True, 16), (False, 32), (True, 64), (True, 24))
+    return tuple(HopperBackwardLaunch(block_m, 2, m * MIB, deferred) for deferred, m in choices)
 
 
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:

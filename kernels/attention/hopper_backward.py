@@ -8,7 +8,7 @@ warpgroups with 64 of them each, and goes through the queries of all heads that 
 These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not).
 
 A kernel before it computes delta, zeroes the buffer, and writes lse2 and delta in whole blocks: a query that does not
-exist or saw no key gets lse2 = +inf, which makes its probabilities 0 without a mask. One behind it scales and casts dQ.
+exist or saw no key gets lse2 = +inf, which makes its probabilities 0 without a mask. One behind it casts dQ.
 """
 
 from __future__ import annotations
@@ -84,11 +84,10 @@ def _prepare_kernel(
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def _finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
-    queries, keys, heads, documents, tiles, scale,
+    queries, keys, heads, documents, tiles,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: dQ scaled and in its dtype."""
-    scale = tl.cast(scale, tl.float32)
+    """Of one block of queries and one head: dQ in its dtype."""
     program = tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
@@ -100,7 +99,7 @@ def _finish_kernel(
     padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     dq = tl.load(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :])
     dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
-    store_tile(dq_base, row, dq_row, col, rows, dq * scale, HEAD_DIM, False)
+    store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
 
 
 @gluon_jit
@@ -155,10 +154,22 @@ def _produce(
 
 
 @gluon_jit
+def _add_dq(dq_desc, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Adds a consumer's half of a block of dQ, whose first row in the padded array is `row`, to what is there."""
+    tma.store_wait(0)  # the block before has left the buffer
+    buffer.store(dq)
+    fence_async_shared()
+    if HEAD_DIM == 128:
+        tma_reduce_add(dq_desc, [row, 64 * ME], buffer)
+    else:
+        tma_reduce_add(dq_desc, [row + 64 * ME, 0], buffer)
+
+
+@gluon_jit
 def _consume(
     buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, DEFERRED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
@@ -193,68 +204,77 @@ def _consume(
     dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
     statistics = other_begin // BLOCK_M + document
     mbarrier.wait(kv_full.index(ME), 0)
-    done = count * 0
-    for member in range(group):
-        padded = ((instance * group + member) * query_tiles + statistics) * BLOCK_M
-        for block in range(block_begin, block_begin + count):
-            slot = done % STAGES
-            phase = done // STAGES & 1
-            mbarrier.wait(q_full.index(slot), phase)
-            q = matrix(q_s.index(slot))
-            # dP starts from -delta instead of 0: the registers of delta are those of the sum.
-            dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
-            s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(slot), phase)
-            do = matrix(do_s.index(slot))
-            dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
-            p = gl.exp2(s * score_scale - lse2[None, :])
-            edge = block < full_begin
-            edge = edge | (block >= full_end)
-            if edge:
-                # As in the forward kernel: a thread's columns are constants but for their bits 1 and 2.
-                column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))[None, :]
-                row = block * BLOCK_M
-                p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
-                if WINDOW:
-                    p = gl.where((column & -7) < (high - row)[:, None] - (column & 6), p, 0.0)
-            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            ds = (p * dp).to(dtype)
-            dk = warpgroup_mma(gl.convert_layout(ds, left, assert_trivial=True), q, dk, is_async=True)
-            # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
-            # after its product out of this buffer.
-            pair = done & 1
-            ds_s.index(2 * pair + ME).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(pair), count=1)
-            mbarrier.wait(ds_full.index(pair), done // 2 & 1)
-            ds_0 = ds_s.index(2 * pair)
-            ds_1 = ds_s.index(2 * pair + 1)
-            k_0 = matrix(k_s.index(0))
-            k_1 = matrix(k_s.index(1))
-            if HEAD_DIM == 128:  # a half of the columns each
-                k_0 = k_0.slice(64 * ME, 64, 1)
-                k_1 = k_1.slice(64 * ME, 64, 1)
-            if BLOCK_M == 128:  # a half of the queries each
-                ds_0 = ds_0.slice(64 * ME, 64, 1)
-                ds_1 = ds_1.slice(64 * ME, 64, 1)
-            dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
-            dq = warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
-            dv = warpgroup_mma_wait(3, deps=(dv,))
-            mbarrier.arrive(do_empty.index(slot), count=1)
-            dk = warpgroup_mma_wait(2, deps=(dk,))
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            tma.store_wait(0)  # the block before has left the buffer
-            dq_half.store(dq)
-            fence_async_shared()
-            if HEAD_DIM == 128:
-                tma_reduce_add(dq_desc, [padded + block * BLOCK_M, 64 * ME], dq_half)
-            else:
-                tma_reduce_add(dq_desc, [padded + block * BLOCK_M + 64 * ME, 0], dq_half)
-            done += 1
+    # One loop over the blocks of all heads of the group. With DEFERRED, dQ of a block leaves the registers in the next
+    # pass, beside a product of that pass; the first pass adds zeros.
+    block = block_begin
+    padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
+    dq = gl.zeros([64, 64], gl.float32, half)
+    dq_row = padded + block * BLOCK_M
+    for done in range(group * count):
+        slot = done % STAGES
+        phase = done // STAGES & 1
+        mbarrier.wait(q_full.index(slot), phase)
+        q = matrix(q_s.index(slot))
+        # dP starts from -delta instead of 0: the registers of delta are those of the sum.
+        dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
+        s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if DEFERRED:
+            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
+        mbarrier.wait(do_full.index(slot), phase)
+        do = matrix(do_s.index(slot))
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
+        p = gl.exp2(s * score_scale - lse2[None, :])
+        edge = block < full_begin
+        edge = edge | (block >= full_end)
+        if edge:
+            # As in the forward kernel: a thread's columns are constants but for their bits 1 and 2.
+            column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))[None, :]
+            row = block * BLOCK_M
+            p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
+            if WINDOW:
+                p = gl.where((column & -7) < (high - row)[:, None] - (column & 6), p, 0.0)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p * dp).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, left, assert_trivial=True), q, dk, is_async=True)
+        # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
+        # after its product out of this buffer.
+        pair = done & 1
+        ds_s.index(2 * pair + ME).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(pair), count=1)
+        mbarrier.wait(ds_full.index(pair), done // 2 & 1)
+        ds_0 = ds_s.index(2 * pair)
+        ds_1 = ds_s.index(2 * pair + 1)
+        k_0 = matrix(k_s.index(0))
+        k_1 = matrix(k_s.index(1))
+        if HEAD_DIM == 128:  # a half of the columns each
+            k_0 = k_0.slice(64 * ME, 64, 1)
+            k_1 = k_1.slice(64 * ME, 64, 1)
+        if BLOCK_M == 128:  # a half of the queries each
+            ds_0 = ds_0.slice(64 * ME, 64, 1)
+            ds_1 = ds_1.slice(64 * ME, 64, 1)
+        dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
+        dv = warpgroup_mma_wait(3, deps=(dv,))
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        dk = warpgroup_mma_wait(2, deps=(dk,))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        dq_row = padded + block * BLOCK_M
+        block += 1
+        if block == block_begin + count:  # on to the next head
+            block = block_begin
+            padded += query_tiles * BLOCK_M
+        # Scaled here rather than at the end: ptxas, which would wait for the next product before it lets these registers
+        # out, does not do so for a result of other arithmetic.
+        dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
+        if not DEFERRED:
+            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
+    if DEFERRED:
+        if count > 0:
+            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
     v.store(dv.to(dtype))
     fence_async_shared()
     store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
@@ -273,7 +293,7 @@ def _hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEFERRED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -299,9 +319,9 @@ def _hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, DEFERRED)),
             (_consume, (buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, DEFERRED)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
                         PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES)),
         ],
@@ -376,10 +396,10 @@ def hopper_backward(
             queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)), scale,
             scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
-            STAGES=launch.stages, num_warps=4, maxnreg=168,
+            STAGES=launch.stages, DEFERRED=launch.deferred, num_warps=4, maxnreg=168,
         )  # fmt: skip
         _finish_kernel[(query_tiles * heads * batch,)](
-            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks, scale,
+            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
             PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

@@ -62,11 +62,14 @@ class HopperBackwardLaunch:
         block_m: queries a block.
         stages: query blocks in flight.
         section_bytes: queries and output gradients of the heads that are worked on together.
+        deferred: whether dQ of a block leaves the registers beside the next block's first product, not before it; it
+            takes fewer registers as well.
     """
 
     block_m: int
     stages: int
     section_bytes: int
+    deferred: bool
 
     @property
     def block_n(self) -> int:
@@ -92,7 +95,9 @@ def hopper_backward_launch(head_dim: int, profile: DeviceProfile) -> HopperBackw
     Measured on an H200, causal bf16, milliseconds: at head_dim 128 (4 x 4096) 2.762 with sections of 32 MiB and 3.012
     with 16; at head_dim 64 (32 x 1024) 0.538 with 32 and 0.502 with 16.
     """
-    return HopperBackwardLaunch(128, 2, 16 * 2**20) if head_dim == 64 else HopperBackwardLaunch(64, 2, 32 * 2**20)
+    if head_dim == 64:
+        return HopperBackwardLaunch(128, 2, 16 * 2**20, True)
+    return HopperBackwardLaunch(64, 2, 32 * 2**20, True)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:
