@@ -267,8 +267,8 @@ def _consume(
         if block == block_begin + count:  # on to the next head
             block = block_begin
             padded += query_tiles * BLOCK_M
-        # Scaled here rather than at the end: ptxas, which would wait for the next product before it lets these registers
-        # out, does not do so for a result of other arithmetic.
+        # Scaled here rather than at the end: ptxas would wait for the next product before it lets the registers of this
+        # one out; those of a result of other arithmetic it lets go.
         dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
         if not DEFERRED:
             _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
