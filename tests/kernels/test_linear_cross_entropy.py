@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fuselm.kernels.linear_cross_entropy as module
-from fuselm.kernels.launch.linear_cross_entropy import chunk_rows
+from fuselm.kernels.launch.linear_cross_entropy import chunk_rows, row_bytes
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from fuselm.kernels.numerics import check_budget, measure
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
@@ -223,6 +223,48 @@ def test_default_chunks():
         assert chunk_rows(rows, 128256, 2) >= 1
 
 
+@pytest.mark.parametrize("vocab", [50257, 50304, 128256])
+def test_chunks_keep_to_a_memory_budget(vocab):
+    """As many rows as fit, evened out, in whole tiles where a tile fits."""
+    size = row_bytes(vocab, 2)
+    assert 0 <= size - 2 * vocab < 16 and size % 16 == 0
+    for budget in (size, 5 * size + 1, 130 * size, 2**28, 2**30, 2**33):
+        for rows in (1, 127, 4097, 16384):
+            chunk = chunk_rows(rows, vocab, 2, budget)
+            assert 1 <= chunk <= rows and chunk * size <= budget
+            fits = budget // size
+            assert chunk in (rows, fits) or chunk % 128 == 0 or fits < 128
+            tiles = fits // 128 * 128 or fits
+            assert -(-rows // chunk) == -(-rows // tiles)  # no more chunks than the budget asks for
+
+
+def test_memory_budget_limits_the_buffer(device, generator, monkeypatch):
+    x, weight, targets = make(64, 1000, 4, device, generator)
+    want = backward(linear_cross_entropy, x, weight, targets, backend="triton")
+    sizes = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: (sizes.append((made := empty(*a, **k)).nbytes), made)[1])
+    got = backward(linear_cross_entropy, x, weight, targets, backend="triton", memory_budget=10 * 4000 + 3999)
+    assert max(sizes) == 10 * 4000
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_upstream_gradient_of_one_leaves_the_buffers_alone(dtype, device, generator, monkeypatch):
+    """dx and dw of the forward pass are what the backward pass returns; only a 16-bit dw is rounded into new memory."""
+    x, weight, targets = make(6, 37, 16, device, generator, dtype=dtype)
+    calls = []
+    launch = module.launch_multiply
+    monkeypatch.setattr(module, "launch_multiply", lambda *a: (calls.append(a), launch(*a))[1])
+    loss = linear_cross_entropy(x, weight, targets, reduction="sum", backend="triton", chunk_size=4)
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    (dx_buffer, dx_result, one), (dw_buffer, dw_result, _) = calls
+    assert dx_buffer is dx_result and dx.data_ptr() == dx_buffer.data_ptr() and one.item() == 1.0
+    assert (dw_buffer is dw_result) == (dtype == torch.float32) and dw.data_ptr() == dw_result.data_ptr()
+    assert dw_buffer.dtype == torch.float32 and torch.equal(dw, dw_buffer.to(dtype))
+
+
 def test_dw_is_summed_in_fp32(device, generator):
     """Over 32 chunks a sum in fp16 would lose digits that one rounding at the end does not."""
     x, weight, targets = make(256, 37, 16, device, generator, dtype=torch.float16, ignored=0.0)
@@ -363,6 +405,8 @@ def test_reference_is_torch_in_fp64(device, generator):
         ({"x": torch.zeros(3, 4, dtype=torch.int64)}, TypeError, "x has dtype torch.int64"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, ValueError, r"targets has shape \(4,\)"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+        ({"memory_budget": 31}, ValueError, "memory_budget=31 bytes: expected at least 32"),
+        ({"memory_budget": 64, "chunk_size": 2}, ValueError, "chunk_size=2 and memory_budget=64"),
         ({"reduction": "avg"}, ValueError, "reduction='avg'"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
     ],
