@@ -17,8 +17,9 @@ from torch import nn
 
 from fuselm.kernels._triton import Backend
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
+from fuselm.kernels.qk_norm_rope import qk_norm_rope
 from fuselm.kernels.rms_norm import add_rms_norm, rms_norm
-from fuselm.kernels.rope import rope
+from fuselm.kernels.rope import rope_qkv
 from fuselm.kernels.swiglu import swiglu
 from fuselm.model.attention_backends import DocumentMask, attend
 from fuselm.model.config import LlamaConfig
@@ -78,10 +79,15 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         config = self.config
         qkv = rearrange(self.qkv(x), "b s (h d) -> b s h d", d=config.head_size)
-        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=2)  # views, not copies
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+        backend = kernel_backend(config)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope(q, k, cos, sin, positions=positions, backend=kernel_backend(config))
+            weights = self.q_norm.weight, self.k_norm.weight
+            q, k, v = qk_norm_rope(
+                qkv, *weights, cos, sin, eps=config.norm_eps, positions=positions, backend=backend, **heads
+            )
+        else:
+            q, k, v = rope_qkv(qkv, cos, sin, positions=positions, inplace=True, backend=backend, **heads)
         if cache is not None and positions is not None:
             out = cache.attend(layer, q, k, v, positions, config)
         else:
