@@ -15,6 +15,7 @@ import pytest
 from fuselm.train.errors import UserError
 from fuselm.train.prepare_data import prepare
 from fuselm.train.shards import SplitWriter
+from fuselm.train.tokenizer import TextTokenizer
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -183,3 +184,37 @@ def test_killed_at_random_points_gives_the_same_bytes(mix: Path, tmp_path: Path)
         assert contents(out) == expected
     assert total >= 8
     assert not list(tmp_path.glob(".*"))
+
+
+def peak_memory(source: Path, out: Path, tokenizer: Path) -> int:
+    """Peak resident bytes of a process that prepares `source`."""
+    code = (
+        "import re, sys; from pathlib import Path; from fuselm.train.prepare_data import prepare\n"
+        "source, out, tokenizer = map(Path, sys.argv[1:])\n"
+        "prepare(source, out, tokenizer=tokenizer, shard_tokens=1_000_000, workers=1)\n"
+        # (getrusage would count what its parent held when it was forked.)
+        "print(int(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(out), str(tokenizer)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["lines", "one text"])
+def test_memory_does_not_grow_with_the_text(kind: str, tmp_path: Path) -> None:
+    words = [f"word{i}" for i in range(3000)]
+    draw = random.Random(0)
+    paragraphs = [" ".join(draw.choices(words, k=60)) + "\n" for _ in range(300)]
+    (tmp_path / "t.json").write_bytes(TextTokenizer.train(paragraphs, 3500).to_json())
+    peaks = []
+    for megabytes in (4, 14):
+        path = tmp_path / f"{megabytes}" / ("a.jsonl" if kind == "lines" else "a.txt")
+        path.parent.mkdir()
+        with path.open("w") as file:
+            while file.tell() < megabytes * 1e6:
+                text = "".join(draw.choices(paragraphs, k=10))
+                file.write(json.dumps({"text": text}) + "\n" if kind == "lines" else text)
+        peaks.append(peak_memory(path.parent, tmp_path / f"out{megabytes}", tmp_path / "t.json"))
+    # 10 MB more of text with its ids, held anywhere, would be 30 MB and more.
+    assert peaks[1] - peaks[0] < 20e6 and peaks[1] < 400e6
