@@ -76,14 +76,14 @@ def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
         HopperForwardLaunch(*shape, True, persistent, section * MIB)
         for persistent in (True, False)
         for shape in shapes
-        for section in (32, 64, 24)
+        for section in (32, 16, 64)
         if persistent or section == 32
     )
 
 
 def _backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
     block_m = 128 if head_dim == 64 else 64
-    choices = ((True, 32), (True, 16), (False, 32), (True, 64), (True, 24))
+    choices = ((True, 32), (True, 16), (False, 32), (True, 64))
     return tuple(HopperBackwardLaunch(block_m, 2, m * MIB, deferred) for deferred, m in choices)
 
 

@@ -171,12 +171,16 @@ def position_at(program, programs, step):
 @gluon_jit
 def tile_and_head(position, heads, section, tiles):
     """(tile, head over all batches) of a place: sections of `section` heads one after the other, so that the keys and
-    values in use fit in L2; within a section the heads of a tile side by side, and the last tile first."""
+    values in use fit in L2; within a section the heads of a tile side by side. The last section begins with the last
+    tile, the one before it with the first, and so on by turns: where a causal mask makes tiles longer and longer, their
+    lengths never jump, which would leave programs with unequal work."""
     number = position // (section * tiles)
     inside = position - number * section * tiles
     size = min(section, heads - number * section)
     order = inside // size
-    return tiles - 1 - order, number * section + inside - order * size
+    upward = ((heads + section - 1) // section - 1 - number) % 2
+    tile = tiles - 1 - order + upward * (2 * order - (tiles - 1))
+    return tile, number * section + inside - order * size
 
 
 @gluon_jit
