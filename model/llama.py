@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from einops import rearrange
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fuselm.kernels._triton import Backend
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
@@ -103,9 +104,16 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.backend: Backend = kernel_backend(config)
+        self.recompute_activation = False  # keep gate_up only, and compute its SwiGLU again in the backward pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(swiglu(self.gate_up(x), backend=self.backend))
+        gate_up = self.gate_up(x)
+        if self.recompute_activation:
+            return checkpoint(self._project, gate_up, use_reentrant=False, preserve_rng_state=False)
+        return self._project(gate_up)
+
+    def _project(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self.down(swiglu(gate_up, backend=self.backend))
 
 
 class Block(nn.Module):

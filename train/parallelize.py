@@ -106,8 +106,11 @@ def make_copies(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> Compu
 
 
 def apply_activation_checkpointing(model: Llama, mode: str) -> None:
-    """Recompute blocks in the backward pass: wholly, or all but attention and every second matmul."""
+    """Recompute blocks in the backward pass: their SwiGLU, all but attention and every second matmul, or wholly."""
     for index, block in enumerate(model.blocks):
+        if mode == "swiglu":
+            block.mlp.recompute_activation = True
+            continue
         if mode == "full":
             wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +28,7 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "attentions"), [("full", 2 * LAYERS), ("selective", LAYERS)])
+@pytest.mark.parametrize(("mode", "attentions"), [("full", 2 * LAYERS), ("selective", LAYERS), ("swiglu", LAYERS)])
 def test_gradients_are_the_same_and_attention_runs_as_often_as_it_says(mode, attentions, device):
     config = LlamaConfig.from_preset(
         "debug", vocab_size=97, dim=32, num_layers=LAYERS, num_heads=2, num_kv_heads=1, ffn_dim=48, kernels="triton"
@@ -42,6 +44,30 @@ def test_gradients_are_the_same_and_attention_runs_as_often_as_it_says(mode, att
             loss.backward()
         assert count.calls["fuselm::attention_forward"] == (LAYERS if chosen == "none" else attentions)
         assert count.calls["fuselm::attention_backward"] == LAYERS
+        assert count.calls["fuselm::swiglu_forward"] == (LAYERS if chosen == "none" else 2 * LAYERS)
         results.append([loss, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_recomputing_the_activation_keeps_it_out_of_memory_in_a_compiled_block():
+    config = LlamaConfig.from_preset(
+        "debug", vocab_size=97, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=112, kernels="eager"
+    )
+    tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+    kept, gradients = {}, {}
+    for mode in ("none", "swiglu"):
+        torch._dynamo.reset()
+        model = Llama(config)
+        if mode != "none":
+            apply_activation_checkpointing(model, mode)
+        model.blocks[0].compile(fullgraph=True, backend="aot_eager")
+        shapes: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t):
+            loss = model(tokens, tokens)
+        loss.backward()
+        kept[mode] = sum(s[-1:] == (112,) and math.prod(s) == 48 * 112 for s in shapes)
+        gradients[mode] = [p.grad for p in model.parameters()]
+    assert kept["swiglu"] < kept["none"], kept
+    for a, b in zip(gradients["none"], gradients["swiglu"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
