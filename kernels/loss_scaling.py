@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from fuselm.kernels._triton import device_profile, jit, tl
+from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, device_profile, jit, tl
+
+if HAVE_TRITON:
+    _INTERPRET = tl.constexpr(INTERPRET)
 
 
 @jit
@@ -42,6 +45,10 @@ def _multiply_kernel(source_ptr, result_ptr, factor_ptr, n, KEEP_IF_ONE: tl.cons
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
         index = start + tl.arange(0, BLOCK)  # [BLOCK]
         value = tl.load(source_ptr + index, mask=index < n).to(tl.float32) * factor
+        if _INTERPRET:  # which truncates to bf16: to nearest, ties to even, by hand
+            if result_ptr.dtype.element_ty == tl.bfloat16:
+                bits = value.to(tl.int32, bitcast=True)
+                value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
         tl.store(result_ptr + index, value.to(result_ptr.dtype.element_ty), mask=index < n)
 
 

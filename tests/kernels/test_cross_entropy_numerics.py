@@ -140,9 +140,10 @@ def test_multiplication_by_a_number_on_the_device(n, factor, device, generator):
     source = torch.randn(n, device=device, generator=generator)
     kept = source.clone()
     number = torch.tensor(factor, device=device)
-    half = torch.empty(n, dtype=torch.float16, device=device)
-    launch_multiply(source, half, number)
-    assert torch.equal(half, (kept * factor).half()) and torch.equal(source, kept)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = torch.empty(n, dtype=dtype, device=device)
+        launch_multiply(source, half, number)
+        assert torch.equal(half, (kept * factor).to(dtype)) and torch.equal(source, kept)
     version = source.data_ptr()
     launch_multiply(source, source, number)
     assert torch.equal(source, kept * factor) and source.data_ptr() == version
