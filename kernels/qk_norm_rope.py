@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend, triton
+from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
 from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.qk_norm_rope import QkNormRopeLaunch, backward_launch, forward_launch
 from fuselm.kernels.qk_norm_rope_backward import qk_norm_rope_backward_kernel, sum_weight_gradients_kernel
@@ -99,9 +99,9 @@ def _launch_forward(
     profile = device_profile(qkv.device)
     launch = forward_launch(seq_len, num_heads, kv_heads, head_dim, qkv.element_size(), profile)
     size = launch.block_heads
-    parts = triton.cdiv(num_heads, size) + (2 if copy_v else 1) * triton.cdiv(kv_heads, size)
+    parts = -(-num_heads // size) + (2 if copy_v else 1) * -(-kv_heads // size)
     with launch_device(qkv):
-        qk_norm_rope_forward_kernel[(batch * triton.cdiv(seq_len, launch.block_tokens) * parts,)](
+        qk_norm_rope_forward_kernel[(batch * -(-seq_len // launch.block_tokens) * parts,)](
             qkv,
             q_weight.contiguous(),
             k_weight.contiguous(),
@@ -162,8 +162,8 @@ def _launch_backward(
     at, *positions_strides = _position_arguments(positions, cos)
     profile = device_profile(qkv.device)
     launch = backward_launch(seq_len, num_heads, kv_heads, head_dim, qkv.element_size(), profile)
-    blocks = batch * triton.cdiv(seq_len, launch.block_tokens)
-    tiles = [blocks * triton.cdiv(count, launch.block_heads) for count in (num_heads, kv_heads, kv_heads)]
+    blocks = batch * -(-seq_len // launch.block_tokens)
+    tiles = [blocks * -(-count // launch.block_heads) for count in (num_heads, kv_heads, kv_heads)]
     # Programs in proportion to the tiles of q, k and v, at least one each and at most one a tile.
     programs = [min(max(launch.programs * count // sum(tiles), 1), count) for count in tiles]
     partial = torch.empty((programs[0] + programs[1], width), dtype=torch.float32, device=qkv.device)
@@ -206,7 +206,7 @@ def _launch_backward(
             num_stages=1,
         )
         if need_dw:
-            sum_weight_gradients_kernel[(triton.cdiv(head_dim, _SUM_COLUMNS), 2)](
+            sum_weight_gradients_kernel[(-(-head_dim // _SUM_COLUMNS), 2)](
                 partial,
                 dq_weight,
                 dk_weight,

@@ -21,7 +21,7 @@ import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
 from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
-from fuselm.kernels.launch.rms_norm import backward_launch, forward_launch, sum_launch
+from fuselm.kernels.launch.rms_norm import RmsNormLaunch, backward_launch, forward_launch, sum_launch
 from fuselm.kernels.rms_norm_kernels import (
     rms_norm_backward_chunked_kernel,
     rms_norm_backward_kernel,
@@ -99,6 +99,18 @@ def _row_views(*tensors: torch.Tensor) -> tuple[int, list[tuple[torch.Tensor, in
     return lead[-1], views
 
 
+def _unaligned_vector(launch: RmsNormLaunch, rows: int, n: int, programs: int, *tensors: torch.Tensor) -> int:
+    """Elements of 16 bytes where the kernels' form for dense rows with unaligned starts applies, else 1."""
+    itemsize = tensors[0].element_size()
+    vector = 16 // itemsize
+    if not launch.unaligned or launch.block_rows != 1 or launch.block_n < n // vector * vector:
+        return 1
+    if programs % vector and programs < rows:  # a program's rows would start at different offsets from alignment
+        return 1
+    dense = all(x.is_contiguous() and x.element_size() == itemsize and x.data_ptr() % 16 == 0 for x in tensors)
+    return vector if dense else 1
+
+
 def _launch_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,6 +126,8 @@ def _launch_forward(
     (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
     launch = forward_launch(rows, n, x.element_size(), device_profile(x.device), residual is not None)
     blocks = -(-rows // launch.block_rows)
+    programs = min(launch.programs or blocks, blocks)
+    vector = _unaligned_vector(launch, rows, n, programs, x_in, residual_in)
     arguments = (
         x_in,
         residual_in,
@@ -133,12 +147,13 @@ def _launch_forward(
     )
     with launch_device(x):
         if launch.covers(n):
-            rms_norm_forward_kernel[(min(launch.programs or blocks, blocks),)](
+            rms_norm_forward_kernel[(programs,)](
                 *arguments,
                 EVEN_ROWS=rows % launch.block_rows == 0,
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail,
+                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
+                VECTOR=vector,
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
             )
@@ -171,6 +186,7 @@ def _launch_backward(
     dw = torch.empty(n if need_dw else 0, dtype=dw_dtype, device=x.device)
     inner, views = _row_views(dy, x) if dh is None else _row_views(dy, x, dh)
     (dy_in, *dy_strides), (x_in, *x_strides), (dh_in, *dh_strides) = views[0], views[1], views[-1]
+    vector = _unaligned_vector(launch, rows, n, programs, dy_in, x_in, dh_in)
     arguments = (
         dy_in,
         dh_in,
@@ -202,7 +218,8 @@ def _launch_backward(
                 SUM_TAIL_ROWS=launch.rows_in_one_thread(launch.block_tail, itemsize),
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail,
+                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
+                VECTOR=vector,
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
             )

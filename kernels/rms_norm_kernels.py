@@ -5,6 +5,11 @@ starts at (r // inner) * stride_outer + (r % inner) * stride_inner; inner is 1, 
 dimensions merge. N is a compile-time constant: the width of a model, so that masks and divisions fold.
 
 EVEN means that a tile needs no mask: its rows and its columns all exist.
+
+VECTOR > 1 is the form for dense rows whose starts are not aligned to 16 bytes (VECTOR elements), as with a width of
+4,097: the main block begins at the first aligned element of the row and holds whole vectors; the few elements before
+and after them are the tail. The offset of that element is the same for all rows of a program, since the number of
+programs is a multiple of VECTOR (or every program has one row).
 """
 
 from __future__ import annotations
@@ -35,12 +40,40 @@ def _store(pointers, value, mask, EVEN: tl.constexpr):
 
 
 @jit
-def _load_weight(weight_ptr, col, offset, N: tl.constexpr, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     """[1, C] fp32: offset + weight, or ones."""
     if HAS_WEIGHT:
-        return _load(weight_ptr + col, col < N, EVEN) + tl.cast(offset, tl.float32)
+        return _load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
     else:
         return tl.full(col.shape, 1.0, tl.float32)
+
+
+@jit
+def _aligned(row, lead, N: tl.constexpr, VECTOR: tl.constexpr):
+    """Offset of a dense row's first aligned element, in a form whose divisibility the compiler sees."""
+    return (row.to(tl.int64) * N + lead) // VECTOR * VECTOR
+
+
+@jit
+def _columns(first_row, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns of the main block and of the tail, each [1, C], their masks, and the main block's first column."""
+    position = tl.arange(0, BLOCK_N)[None, :]
+    lead = 0
+    col, col_mask = position, position < N
+    tail_col, tail_mask = col, col_mask  # without a tail neither is used
+    if VECTOR > 1:
+        past = first_row.to(tl.int64) * N % VECTOR
+        lead = ((VECTOR - past) % VECTOR).to(tl.int32)
+        body = (N - lead) // VECTOR * VECTOR
+        col = position + lead
+        col_mask = position // VECTOR * VECTOR < body  # the same within a vector
+        edge = tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_col = tl.where(edge < VECTOR, edge, lead + body + edge - VECTOR)
+        tail_mask = tl.where(edge < VECTOR, edge < lead, tail_col < N)
+    elif BLOCK_TAIL > 0:
+        tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_mask = tail_col < N
+    return col, col_mask, tail_col, tail_mask, lead
 
 
 @jit
@@ -77,28 +110,35 @@ def rms_norm_forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Whole rows in registers: one read, one write."""
-    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
-    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
-    col = tl.arange(0, BLOCK_N)[None, :]
-    weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, BLOCK_N <= N)
-    tail_col, tail_weight = col, weight  # without a tail none of its names is used
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    WHOLE: tl.constexpr = BLOCK_N <= N and VECTOR == 1  # the columns alone
+    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    first = tl.program_id(0) * BLOCK_ROWS
+    col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
+    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
+    tail_weight = weight
     if BLOCK_TAIL > 0:
-        tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_weight = _load_weight(weight_ptr, tail_col, offset, N, HAS_WEIGHT, BLOCK_N + BLOCK_TAIL == N)
+        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
     step = tl.num_programs(0) * BLOCK_ROWS
-    for start in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):  # pyright: ignore
+    for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         x = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
         residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
         out = row.to(tl.int64) * N
-        mask = (row < rows) & (col < N)
-        value = _load_input(x + col, residual + col, h_ptr + out + col, mask, HAS_RESIDUAL, EVEN)  # [R, N]
+        mask = (row < rows) & col_mask
+        x_at, residual_at, out_at = x + col, residual + col, out + col
+        if VECTOR > 1:
+            out_at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
+            x_at, residual_at = x_ptr + out_at, residual_ptr + out_at
+        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN)  # [R, N]
         tail, tail_mask = value, mask
         if BLOCK_TAIL > 0:
-            tail_mask = (row < rows) & (tail_col < N)
+            tail_mask = (row < rows) & tail_col_mask
             tail = _load_input(
                 x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL
             )
@@ -107,7 +147,7 @@ def rms_norm_forward_kernel(
             squares += tl.sum(tail * tail, 1, keep_dims=True)
         rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
-        _store(y_ptr + out + col, value * rstd * weight, mask, EVEN)
+        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN)
         if BLOCK_TAIL > 0:
             _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL)
 
@@ -151,7 +191,7 @@ def rms_norm_forward_chunked_kernel(
         x = h_ptr + out
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, EVEN)
+        weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, EVEN)
         _store(y_ptr + out + col, _load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
 
 
@@ -204,33 +244,40 @@ def rms_norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Whole rows in registers; a program takes every num_programs-th block of rows and keeps its sum of dw."""
-    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
-    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
-    col = tl.arange(0, BLOCK_N)[None, :]
-    weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, BLOCK_N <= N)
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    WHOLE: tl.constexpr = BLOCK_N <= N and VECTOR == 1  # the columns alone
+    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    first = tl.program_id(0) * BLOCK_ROWS
+    col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
+    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
     dw = tl.zeros([1 if SUM_ROWS else BLOCK_ROWS, BLOCK_N], tl.float32)
-    tail_col, tail_weight, tail_dw = col, weight, dw  # without a tail none of its names is used
+    tail_weight, tail_dw = weight, dw
     if BLOCK_TAIL > 0:
-        tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_weight = _load_weight(weight_ptr, tail_col, offset, N, HAS_WEIGHT, BLOCK_N + BLOCK_TAIL == N)
+        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
         tail_dw = tl.zeros([1 if SUM_TAIL_ROWS else BLOCK_ROWS, BLOCK_TAIL], tl.float32)
     step = tl.num_programs(0) * BLOCK_ROWS
-    for start in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):  # pyright: ignore
+    for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         row_mask = row < rows
         x_row = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
         dy_row = dy_ptr + _row_offset(row, inner, dy_stride_outer, dy_stride_inner)
         dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
         out = row.to(tl.int64) * N
-        mask = row_mask & (col < N)
-        x = _load(x_row + col, mask, EVEN)  # [R, N]
-        dy = _load(dy_row + col, mask, EVEN)
+        mask = row_mask & col_mask
+        x_at, dy_at, dh_at, dx_at = x_row + col, dy_row + col, dh_row + col, dx_ptr + out + col
+        if VECTOR > 1:
+            at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
+            x_at, dy_at, dh_at, dx_at = x_ptr + at, dy_ptr + at, dh_ptr + at, dx_ptr + at
+        x = _load(x_at, mask, EVEN)  # [R, N]
+        dy = _load(dy_at, mask, EVEN)
         tail_x, tail_dy, tail_mask = x, dy, mask
         if BLOCK_TAIL > 0:
-            tail_mask = row_mask & (tail_col < N)
+            tail_mask = row_mask & tail_col_mask
             tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL)
             tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL)
         if RECOMPUTE_RSTD:
@@ -246,8 +293,8 @@ def rms_norm_backward_kernel(
             tail_x *= rstd
             mean += tl.sum(tail_dy * tail_weight * tail_x, 1, keep_dims=True)
         mean /= N
-        dx = _gradient(dy, x, weight, mean, rstd, dh_row + col, mask, HAS_DH, EVEN)
-        _store(dx_ptr + out + col, dx, mask, EVEN)
+        dx = _gradient(dy, x, weight, mean, rstd, dh_at, mask, HAS_DH, EVEN)
+        _store(dx_at, dx, mask, EVEN)
         if NEED_DW:
             dw = _add_rows(dw, dy * x, SUM_ROWS)
         if BLOCK_TAIL > 0:
@@ -257,10 +304,10 @@ def rms_norm_backward_kernel(
                 tail_dw = _add_rows(tail_dw, tail_dy * tail_x, SUM_TAIL_ROWS)
     if NEED_DW:
         partial = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_STRIDE
-        _store(partial + col, tl.sum(dw, 0, keep_dims=True), col < N, BLOCK_N <= N)
+        _store(partial + col, tl.sum(dw, 0, keep_dims=True), col_mask, WHOLE)
         if BLOCK_TAIL > 0:
             total = tl.sum(tail_dw, 0, keep_dims=True)
-            _store(partial + tail_col, total, tail_col < N, BLOCK_N + BLOCK_TAIL == N)
+            _store(partial + tail_col, total, tail_col_mask, WHOLE_TAIL)
 
 
 @jit
@@ -308,7 +355,7 @@ def rms_norm_backward_chunked_kernel(
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
             x = _load(x_row + col, mask, False)
-            weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, N % BLOCK_N == 0)
+            weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
             products += _load(dy_row + col, mask, False) * weight * x
             if RECOMPUTE_RSTD:
                 squares += x * x
@@ -324,7 +371,7 @@ def rms_norm_backward_chunked_kernel(
             mask = row_mask & (col < N)
             x_hat = _load(x_row + col, mask, False) * rstd
             dy = _load(dy_row + col, mask, False)
-            weight = _load_weight(weight_ptr, col, offset, N, HAS_WEIGHT, N % BLOCK_N == 0)
+            weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
             dx = _gradient(dy, x_hat, weight, mean, rstd, dh_row + col, mask, HAS_DH, False)
             _store(dx_ptr + out + col, dx, mask, False)
             if NEED_DW:

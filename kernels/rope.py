@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend, triton
+from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
 from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.rope import rope_launch
 from fuselm.kernels.rope_kernels import rope_kernel
@@ -93,7 +93,7 @@ def _rotate(
         and 2 * launch.block_half == head_dim
         and all(count % size == 0 for count in heads)
     )
-    programs = batch * triton.cdiv(seq_len, launch.block_tokens) * sum(triton.cdiv(count, size) for count in heads)
+    programs = batch * -(-seq_len // launch.block_tokens) * sum(-(-count // size) for count in heads)
     with launch_device(present):
         rope_kernel[(programs,)](
             *sources,

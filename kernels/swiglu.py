@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl, triton
+from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl
 from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.swiglu import SwigluLaunch, swiglu_launch
 
@@ -132,7 +132,7 @@ def _grid(x: Tensor, launch: SwigluLaunch) -> tuple[tuple[int], bool]:
     outer, inner, width = x.shape
     ffn = width // 2
     even = inner % launch.block_rows == 0 and ffn % launch.block_columns == 0
-    return (outer * triton.cdiv(inner, launch.block_rows) * triton.cdiv(ffn, launch.block_columns),), even
+    return (outer * -(-inner // launch.block_rows) * -(-ffn // launch.block_columns),), even
 
 
 def _launch_forward(gate_up: Tensor) -> Tensor:

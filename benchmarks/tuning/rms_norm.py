@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +38,8 @@ def _forward(rows: int, n: int, residual: bool, device: torch.device) -> tuple[C
     if residual:
         h = (x.float() + r.float()).bfloat16()
 
-        def reference() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            y, rstd = _forward_reference(h, weight)
-            return y, h, rstd
+        def reference() -> tuple[torch.Tensor, torch.Tensor, None]:
+            return _forward_reference(h, weight)[0], h, None  # rstd depends on how each rounds h
 
         return lambda: ops.add_rms_norm_forward(x, r, weight, EPS), reference
     return lambda: ops.rms_norm_forward(x, weight, EPS), lambda: _forward_reference(x, weight)
@@ -72,8 +72,22 @@ def _shapes(n: int) -> list[tuple[int, int]]:
 _SHORT = ((16, 16), (32, 16), (8, 8), (16, 8), (32, 32), (4, 16), (8, 16), (64, 32))
 
 
+def _unaligned(n: int, resident: tuple[int, ...]) -> list[RmsNormLaunch]:
+    """Launches of the form for dense rows that start anywhere; resident: warps a multiprocessor."""
+    if n % 8 == 0:
+        return []
+    main = 1 << (n // 8 * 8 - 1).bit_length()
+    tail = 0 if main >= n else 16
+    return [
+        RmsNormLaunch(1, main, tail, warps, SMS * max(1, count // warps) // 8 * 8, stages, unaligned=True)
+        for warps in (main // 256, main // 512, main // 1024)
+        for count in resident
+        for stages in (3, 1, 2)
+    ]
+
+
 def _forward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
-    found = []
+    found = _unaligned(n, (32, 48))
     for main, tail in _shapes(n):
         for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 32), (1, 8), (2, 16), (4, 16), (2, 32)):
             warps = rows * main // (32 * per_thread)
@@ -86,7 +100,7 @@ def _forward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
 
 
 def _backward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
-    found = []
+    found = _unaligned(n, (32, 16))
     aligned = n % 8 == 0
     for main, tail in _shapes(n):
         for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 8), (1, 32), (2, 16), (4, 16)):
@@ -98,12 +112,10 @@ def _backward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
                 for resident in (16, 24) if per_thread < 32 else (8, 12):
                     programs = SMS * max(1, resident // warps)
                     found.append(RmsNormLaunch(rows, main, tail, warps, programs, stages))
-    first = found[0]
-    found.append(RmsNormLaunch(*(getattr(first, f) for f in _FIELDS), recompute_rstd=True))
+    found.append(dataclasses.replace(found[0], recompute_rstd=True))
     return tuple(dict.fromkeys(found))[:40]
 
 
-_FIELDS = ("block_rows", "block_n", "block_tail", "num_warps", "programs", "num_stages")
 _WIDE_FORWARD = tuple(RmsNormLaunch(1, block, 0, warps) for block, warps in ((16384, 32), (8192, 32), (8192, 16)))
 _WIDE_BACKWARD = tuple(
     RmsNormLaunch(rows, block, 0, warps, SMS * per_sm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
@@ -33,6 +34,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@functools.lru_cache(1024)
 def forward_launch(
     seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> QkNormRopeLaunch:
@@ -50,6 +52,7 @@ def forward_launch(
     return QkNormRopeLaunch(tile.block_tokens, tile.block_heads, tile.block_half, tile.num_warps)
 
 
+@functools.lru_cache(1024)
 def backward_launch(
     seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> QkNormRopeLaunch:

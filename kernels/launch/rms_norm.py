@@ -8,6 +8,7 @@ Times in the comments are milliseconds on an H200 (Triton 3.6, bf16, L2 flushed)
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
@@ -17,6 +18,8 @@ _VECTOR_BYTES = 16
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
+# Narrowest unaligned rows that are read in whole vectors, one row at a time; shorter ones go several to a program.
+_UNALIGNED_WIDTH = 1024
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
 _CACHE_BYTES = 2**25
 
@@ -34,6 +37,8 @@ class RmsNormLaunch:
         programs: programs of a persistent grid, whose programs take the next rows in turn; 0 for one program a block
             of rows. Backward, each program writes one fp32 partial of dw.
         num_stages: rows in flight through shared memory in a program's loop; 1 for loads straight to registers.
+        unaligned: read and write dense rows that start anywhere in whole vectors, where block_n holds all of a row's
+            whole vectors (see rms_norm_kernels.py).
         recompute_rstd: backward: compute 1 / rms again from x instead of reading what the forward pass saved.
     """
 
@@ -44,6 +49,7 @@ class RmsNormLaunch:
     programs: int = 0
     num_stages: int = 1
     recompute_rstd: bool = False
+    unaligned: bool = False
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
@@ -81,6 +87,18 @@ def split_width(n: int) -> tuple[int, int]:
     return (main, tail) if n >= 256 and tail < main else (whole, 0)
 
 
+def _unaligned_blocks(n: int, itemsize: int) -> tuple[int, int]:
+    """(main, tail) of rows that start anywhere: the main block holds all whole vectors that a row may have."""
+    vector = _VECTOR_BYTES // itemsize
+    main = max(_power_of_two(n // vector * vector), 16)
+    return main, 0 if main >= n else 16
+
+
+def _multiple_of_vector(programs: int) -> int:
+    """So many programs that the rows of each, a grid apart, start equally far from alignment."""
+    return max(programs // 8 * 8, 8)
+
+
 def _warps(elements: int, per_thread: int, largest: int) -> int:
     return min(max(_power_of_two(elements // (32 * per_thread)), 1), largest)
 
@@ -91,11 +109,18 @@ def _tail_warps(tail: int) -> int:
     return _warps(tail, 8, 32)
 
 
+@functools.lru_cache(1024)
 def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile, residual: bool = False) -> RmsNormLaunch:
     """Forward launch for `rows` rows of `n` elements of `itemsize` bytes, to which a residual is added first or not."""
     if n > _FORWARD_WIDTH:
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
+    if n * itemsize % _VECTOR_BYTES and n >= _UNALIGNED_WIDTH:
+        # A persistent grid loads the weight, shifted against the rows' vectors, once.
+        main, tail = _unaligned_blocks(n, itemsize)
+        num_warps = _warps(main, 16, 32)
+        programs = _multiple_of_vector(profile.num_sms * max(1, 32 // num_warps))
+        return RmsNormLaunch(1, main, tail, num_warps, programs, 3, unaligned=True)
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
         # Rows start anywhere, so loads are narrow: many of them a thread. 8193 x 4097: 0.047, with 16 elements a
@@ -116,6 +141,7 @@ def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile, res
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 
 
+@functools.lru_cache(1024)
 def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
     """Backward launch: a persistent grid; more programs hide latency, fewer write less of the dw partials."""
     if n > _BACKWARD_WIDTH:
@@ -127,6 +153,12 @@ def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) ->
         block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
         # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096.
         return RmsNormLaunch(block_rows, 16384 // itemsize, 0, 16, profile.num_sms)
+    if n * itemsize % _VECTOR_BYTES and n >= _UNALIGNED_WIDTH:
+        main, tail = _unaligned_blocks(n, itemsize)
+        # 8 elements a thread: Triton 3.6 spreads the tail so that 16 need 182 registers (112 with 8).
+        num_warps = _warps(main, 8, 32)
+        programs = _multiple_of_vector(profile.num_sms * max(2, 16 // num_warps))
+        return RmsNormLaunch(1, main, tail, num_warps, programs, 3, unaligned=True)
     main, tail = split_width(n)
     aligned = n * itemsize % _VECTOR_BYTES == 0
     if tail and aligned and main <= 4 * tail:
@@ -144,6 +176,7 @@ def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) ->
     return RmsNormLaunch(block_rows, main, tail, num_warps, profile.num_sms * max(1, 16 // num_warps), stages)
 
 
+@functools.lru_cache(1024)
 def sum_launch(partials: int, n: int, profile: DeviceProfile) -> SumLaunch:
     """Launch that adds `partials` fp32 rows of `n` elements: narrow columns, so that many programs share the work."""
     block_n = 16 if n <= 4096 else 32

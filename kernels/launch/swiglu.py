@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@functools.lru_cache(1024)
 def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile) -> SwigluLaunch:
     """Chooses tiles in which each thread holds two 16-byte vectors of gate and two of up.
 
