@@ -220,8 +220,8 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    raise_on_interrupt()
     try:
+        raise_on_interrupt()
         arguments = parse_arguments(Arguments, args, "compare.py")
         if not arguments.runs:
             raise UserError("RUN is missing: compare.py RUN [RUN ...]; --help lists the options")

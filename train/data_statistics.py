@@ -56,6 +56,18 @@ class DataStatistics:
                     f"  {split:<10} {name[:20]:<20} {row['documents']:>12,} {row['tokens']:>16,} "
                     f"{row['text_bytes']:>16,} {ratio:>11} {_median(row['lengths']):>8} {row['longest']:>11,}"
                 )
+        return lines + self._histogram()
+
+    def _histogram(self) -> list[str]:
+        counts = [sum(row["lengths"][k] for rows in self._rows.values() for row in rows.values()) for k in range(BINS)]
+        total = sum(counts)
+        if not total:
+            return []
+        used = [k for k in range(BINS) if counts[k]]
+        lines = [f"  {'tokens a document':<23} {'documents':>12} {'share':>7}"]
+        for k in range(used[0], used[-1] + 1):
+            bounds = f"{1 << k:,} to {(2 << k) - 1:,}"
+            lines.append(f"  {bounds:<23} {counts[k]:>12,} {counts[k] / total:>7.2%}")
         return lines
 
     def draw(self, image: Path) -> None:

@@ -204,8 +204,8 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    raise_on_interrupt()
     try:
+        raise_on_interrupt()
         arguments = parse_arguments(Arguments, args, "multiple_choice.py")
         for name, least in (("limit", 0), ("batch_size", 1)):
             if getattr(arguments, name) < least:

@@ -41,6 +41,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+import fuselm
 from fuselm.train.command_line import parse_arguments
 from fuselm.train.data_statistics import DataStatistics
 from fuselm.train.documents import PIECE_CHARS, Piece
@@ -195,7 +196,7 @@ def prepare(
         "keep_duplicates": keep_duplicates,
     }
     digest = None if given is None else tokenizer_hash(given)
-    others = [shard_tokens, text_key, eos_token, bos_token, PIECE_CHARS, digest]
+    others = [fuselm.__version__, shard_tokens, text_key, eos_token, bos_token, PIECE_CHARS, digest]
     key = json.dumps([settings, others, [s.state for s in mixture.sources]])
     with whole_folder(output, overwrite=overwrite, job=key) as folder:
         scratch = folder / SCRATCH
@@ -468,13 +469,11 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    raise_on_interrupt()
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        raise_on_interrupt()
+        signal.signal(signal.SIGTERM, _terminated)  # a polite kill stops it as Ctrl-C does
         arguments = parse_arguments(Arguments, args, "prepare_data.py")
-    except UserError as error:
-        return report(error)
-    before = signal.signal(signal.SIGTERM, _terminated)  # so that a polite kill cleans up as Ctrl-C does
-    try:
         prepared = prepare(**vars(arguments), progress=sys.stderr.isatty())
     except UserError as error:
         return report(error)

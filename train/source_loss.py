@@ -204,8 +204,8 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
-    raise_on_interrupt()
     try:
+        raise_on_interrupt()
         arguments = parse_arguments(Arguments, args, "source_loss.py")
         if arguments.split not in ("train", "validation"):
             raise UserError(f"split is {arguments.split!r}; it must be train or validation")

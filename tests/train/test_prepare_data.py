@@ -397,6 +397,7 @@ def test_command_says_what_it_wrote(tmp_path: Path, out: Path, capsys) -> None:
     assert "encoded 0.0 MB at " in output and "MB/s (1 process(es))" in output
     lines = {line.split()[0]: line.split()[1:] for line in output.splitlines()[2:]}
     assert lines["train"] == ["source", "1", "81", "80", "0.988", "64+", "81"]
+    assert lines["64"] == ["to", "127", "1", "50.00%"] and lines["32"] == ["to", "63", "0", "0.00%"]
     assert lines["validation"] == ["source", "1", "21", "20", "0.952", "16+", "21"]
 
 

@@ -1,0 +1,31 @@
+"""The benchmark of data preparation runs, and its text is the same each time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench_prepare_data import make_corpus
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "bench_prepare_data.py"
+
+
+def test_text_is_the_same_each_time_and_of_the_size_asked_for(tmp_path: Path) -> None:
+    sizes = [make_corpus(tmp_path / name, 0.2) for name in ("a", "b")]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a").read_text(encoding="utf-8").splitlines()]
+    assert sum(len(text.encode()) for text in texts) == sizes[0] and 200_000 <= sizes[0] < 210_000
+    assert len(set(texts)) == len(texts) and max(ord(letter) for text in texts for letter in text) > 0x4E00
+
+
+def test_both_sides_run(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    options = ["--megabytes", "0.2", "--rounds", "1", "--vocab-size", "300", "--output", str(output)]
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert 200_000 <= result["bytes"] < 210_000
+    assert result["median_ratio"] == result["prepare_mb_per_s"][0] / result["library_mb_per_s"][0] > 0
+    assert 30e6 < result["peak_memory"] < 2e9
