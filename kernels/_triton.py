@@ -112,6 +112,10 @@ def select_backend(backend: Backend, device: torch.device) -> Literal["triton", 
     """
     if backend == "reference":
         return "reference"
+    if device.type == "cuda" and HAVE_TRITON and _assumed is None and not torch.compiler.is_compiling():
+        # The usual case, some hundred times a step, without a look at the device or a text.
+        if backend in ("auto", "triton") and device_profile(device).arch >= MIN_ARCH:
+            return "triton"
     choice, reason = explain_backend(device)
     if backend == "auto":
         return choice

@@ -18,6 +18,8 @@ _PUBLIC = {
     "rms_norm": "fuselm.kernels.rms_norm",
     "add_rms_norm": "fuselm.kernels.rms_norm",
     "rope": "fuselm.kernels.rope",
+    "rope_qkv": "fuselm.kernels.rope",
+    "qk_norm_rope": "fuselm.kernels.qk_norm_rope",
     "swiglu": "fuselm.kernels.swiglu",
     "cross_entropy": "fuselm.kernels.cross_entropy",
     "linear_cross_entropy": "fuselm.kernels.linear_cross_entropy",
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from fuselm.kernels.cross_entropy import cross_entropy as cross_entropy
     from fuselm.kernels.decode_attention import decode_attention as decode_attention
     from fuselm.kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from fuselm.kernels.qk_norm_rope import qk_norm_rope as qk_norm_rope
     from fuselm.kernels.rms_norm import add_rms_norm as add_rms_norm
     from fuselm.kernels.rms_norm import rms_norm as rms_norm
     from fuselm.kernels.rope import rope as rope
+    from fuselm.kernels.rope import rope_qkv as rope_qkv
     from fuselm.kernels.swiglu import swiglu as swiglu
     from fuselm.model.config import LlamaConfig as LlamaConfig
     from fuselm.model.generate import generate as generate
@@ -59,8 +63,10 @@ __all__ = [
     "generate",
     "linear_cross_entropy",
     "patch",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
+    "rope_qkv",
     "swiglu",
     "unpatch",
 ]
