@@ -254,8 +254,9 @@ def sample_pieces(mixture: Mixture, whole: list[bool], fraction: float, chars: i
         share = (source.text_bytes or 0) / total if total else 1 / len(mixture.sources)
         if mixture.weights:
             share = mixture.weights[number] / sum(mixture.weights)
+        left = 0.0  # a file may use what the ones before it left, and gives back what it takes too much
         for part in range(source.parts):
-            left = chars * share * source.share(part)
+            left += chars * share * source.share(part)
             for document in source.documents(part) if left > 0 else ():
                 if document.size:
                     for piece in split_document(document, fraction=fraction, whole=whole[number], source=number):

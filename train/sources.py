@@ -15,7 +15,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -146,7 +146,8 @@ class FileSource:
         stats = [f.stat() for f in self.files]
         self._sizes = [s.st_size for s in stats]
         self.parts = len(self.files)
-        self.total_bytes = sum(self._sizes)
+        self._before = [0, *accumulate(self._sizes)]
+        self.total_bytes = self._before[-1]
         self._text_sizes = [
             n if f.suffix in (".txt", ".jsonl") else 4 * n for f, n in zip(self.files, self._sizes, strict=True)
         ]
@@ -161,7 +162,7 @@ class FileSource:
 
     def documents(self, part: int, after: int = 0) -> Iterator[Document]:
         file = self.files[part]
-        done = self.bytes_read = sum(self._sizes[:part])
+        done = self.bytes_read = self._before[part]
         try:
             with file.open("rb") as raw:
                 if file.suffix == ".txt":

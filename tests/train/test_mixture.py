@@ -122,6 +122,14 @@ def test_a_sample_comes_from_every_file(folder: Path) -> None:
         assert by_file[name] == pytest.approx(5000 * size / sum(sizes.values()), abs=100)
 
 
+def test_a_sample_of_many_small_files_is_no_larger(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i:03}.txt").write_text(f"{i:03} ".ljust(100, "x"))
+    pieces = list(sample_pieces(Mixture.open(tmp_path), [True], 0.0, 1000))
+    numbers = [int(piece.text[:3]) for piece in pieces]
+    assert 9 <= len(pieces) <= 11 and max(b - a for a, b in pairwise(numbers)) <= 21 and numbers[-1] >= 180
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
