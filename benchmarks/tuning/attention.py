@@ -71,13 +71,20 @@ def _backward(
 
 
 def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    shapes = [(2, 128, 2)] if head_dim == 128 else [(3, 128, 2), (2, 128, 3), (3, 128, 3)]
+    """consumers, stages, persistent, section in MiB, P in fp32 from pass to pass."""
+    choices = [(2, 2, True, 32, True), (2, 2, True, 32, False), (2, 2, True, 16, True), (2, 2, False, 32, True)]
+    if head_dim == 64:
+        choices = [
+            (2, 3, True, 32, True),
+            (3, 2, True, 32, False),
+            (2, 3, True, 32, False),
+            (2, 3, True, 16, True),
+            (3, 2, True, 16, False),
+            (3, 3, True, 32, False),
+        ]
     return tuple(
-        HopperForwardLaunch(*shape, True, persistent, section * MIB)
-        for persistent in (True, False)
-        for shape in shapes
-        for section in (32, 16, 64)
-        if persistent or section == 32
+        HopperForwardLaunch(consumers, 128, stages, True, persistent, section * MIB, wide_p)
+        for consumers, stages, persistent, section, wide_p in choices
     )
 
 

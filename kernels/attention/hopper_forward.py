@@ -105,11 +105,22 @@ def _softmax_step(
 
 
 @gluon_jit
+def _carried(p, dtype: tl.constexpr, WIDE_P: tl.constexpr):
+    """P as it goes into the next pass of the loop: in fp32, or in 16 bits, which are taken apart and put together again
+    on that way (64 of 493 instructions at head_dim 64) but take fewer registers behind the products."""
+    if WIDE_P:
+        return p
+    else:
+        return p.to(dtype)
+
+
+@gluon_jit
 def _step(
-    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn, key, low, high,
+    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn, key, low, high,
     score_scale,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PING_PONG: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, PING_PONG: tl.constexpr, WIDE_P: tl.constexpr, scores: tl.constexpr, output: tl.constexpr,
+    left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
@@ -120,6 +131,7 @@ def _step(
         mbarrier.wait(turns.index(ME), turn & 1)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    p_left = gl.convert_layout(p.to(v_s.dtype), left, assert_trivial=True)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
     if PING_PONG:
@@ -133,9 +145,9 @@ def _step(
     # written sooner (Triton up to 3.6 does not see that by itself).
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(v_empty.index(before), count=1)
-    p_left = gl.convert_layout(p.to(p_left.dtype), left, assert_trivial=True)
+    p = _carried(p, v_s.dtype, WIDE_P)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
-    return acc, p_left, row_max, row_sum, done + 1, turn + 1
+    return acc, p, row_max, row_sum, done + 1, turn + 1
 
 
 @gluon_jit
@@ -143,6 +155,7 @@ def _consume(
     buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr,
+    WIDE_P: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, o_s = buffers
@@ -186,32 +199,33 @@ def _consume(
         p, row_max, row_sum, _decay = _softmax_step(
             s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, BLOCK_N, scores
         )
-        p_left = gl.convert_layout(p.to(dtype), left, assert_trivial=True)
+        p = _carried(p, dtype, WIDE_P)
         full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
         if CAUSAL:
             for i in range(1, full_from):
-                acc, p_left, row_max, row_sum, done, turn = _step(
-                    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+                acc, p, row_max, row_sum, done, turn = _step(
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                     last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
-            acc, p_left, row_max, row_sum, done, turn = _step(
-                acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+            acc, p, row_max, row_sum, done, turn = _step(
+                acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                 last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
-                acc, p_left, row_max, row_sum, done, turn = _step(
-                    acc, p_left, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
+                acc, p, row_max, row_sum, done, turn = _step(
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                     last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
         mbarrier.wait(v_full.index(slot), done // STAGES & 1)
         done += 1
+        p_left = gl.convert_layout(p.to(dtype), left, assert_trivial=True)
         acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
         seen = row_sum > 0.0
         inverse = gl.where(seen, 1.0 / row_sum, 0.0)
@@ -233,7 +247,7 @@ def _hopper_forward_kernel(
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
-    CONSUMER_REGISTERS: tl.constexpr,
+    CONSUMER_REGISTERS: tl.constexpr, WIDE_P: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
@@ -256,9 +270,9 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -269,11 +283,11 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG)),
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -338,6 +352,7 @@ def hopper_forward(
             PING_PONG=launch.ping_pong,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
+            WIDE_P=launch.wide_p,
             num_warps=4,
             maxnreg=launch.max_registers,
         )

@@ -150,7 +150,9 @@ def test_why_not_hopper(device):
 
 
 def test_compiles_for_hopper():
-    """Each mask of both kernels compiles for sm_90, without serialised products, the forward loop without spills."""
+    """Each mask of both kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and 3.8
+    spill: in the forward kernel and in the backward one at head_dim 128 (nearly) all of it between the loops that
+    multiply, in the backward one at 64 a dozen loads in them."""
     program = """
         import json, sys
         import torch
@@ -178,7 +180,7 @@ def test_compiles_for_hopper():
     assert len(hopper) == 4
     for name, head_dim, options, spills, warnings, shared in hopper:
         assert not warnings and shared <= 227 * 1024
-        limit = 0 if "forward" in name else 512
+        limit = 320 if "backward" in name else {64: 0, 128: 160}[head_dim]
         assert spills <= limit, (name, head_dim, options, spills)
 
 
