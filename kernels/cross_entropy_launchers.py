@@ -65,7 +65,7 @@ def launch_forward(
         return
     ignore_index, label_smoothing, z_loss, softcap = options
     written = logits if gradient is None else gradient
-    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device))
+    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device), softcap != 0)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         cross_entropy_forward_kernel[(outer * inner,)](
             logits,
@@ -136,7 +136,7 @@ def launch_backward(
         return
     ignore_index, label_smoothing, z_loss, softcap = options
     profile = device_profile(logits.device)
-    launch = cross_entropy_launch(vocab, logits.dtype, profile)
+    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         cross_entropy_backward_kernel[(min(rows, profile.num_sms * max(64 // launch.num_warps, 1)),)](
             logits,

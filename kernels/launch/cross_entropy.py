@@ -27,14 +27,17 @@ class CrossEntropyLaunch:
     write_stages: int = 1
 
 
-def cross_entropy_launch(vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> CrossEntropyLaunch:
+def cross_entropy_launch(
+    vocab: int, dtype: torch.dtype, profile: DeviceProfile, softcap: bool = False
+) -> CrossEntropyLaunch:
     """Launch for rows of `vocab` logits.
 
     Wide rows take many warps, so that few rows are in flight: their second read then hits L2 (132 rows of 128,256 bf16
     logits are 34 MB). A thread holds two vectors of 16 bytes at a time, four in the widest rows, where a single program
     an SM has to keep enough bytes in flight. Loss and gradient on an H200, bf16: 8192 x 128256 1.27 ms, with two
     vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. Where rows start off a
-    vector's border two are best in the widest, too (8192 x 128255: 1.34 ms, with four 1.36).
+    vector's border two are best in the widest, too (8192 x 128255: 1.34 ms, with four 1.36). A softcap's tanh needs the
+    registers of two vectors: with four it spills up to 1 KB on sm_100.
     """
     vector = 16 // dtype.itemsize
     whole = max(1 << max(vocab - 1, 0).bit_length(), 8 * vector)
@@ -44,5 +47,5 @@ def cross_entropy_launch(vocab: int, dtype: torch.dtype, profile: DeviceProfile)
         block, num_warps = 1024 * vector, 16
     else:
         block, num_warps = 256 * vector, 8
-    block = min(block, whole)
+    block = min(block, whole, 64 * vector * num_warps if softcap else whole)
     return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)))

@@ -153,7 +153,9 @@ def test_multiplication_by_a_number_on_the_device(n, factor, device, generator):
 def test_launches_hold_whole_vectors_and_threads(dtype):
     for profile in KNOWN_PROFILES.values():
         for vocab in (1, 2, 37, 1000, 4099, 32000, 50257, 65536, 128256, 2**20):
+            capped = cross_entropy_launch(vocab, dtype, profile, softcap=True)
             launch = cross_entropy_launch(vocab, dtype, profile)
+            assert capped.block <= min(launch.block, 64 * capped.num_warps * (16 // dtype.itemsize))
             vector = 16 // dtype.itemsize
             assert launch.block & (launch.block - 1) == 0 and launch.block >= vector
             assert 1 <= launch.num_warps <= 32 and launch.num_warps & (launch.num_warps - 1) == 0
