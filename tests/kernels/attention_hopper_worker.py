@@ -9,6 +9,7 @@ the lines and ends a process that stays silent.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fuselm.kernels.attention import dispatch
+from fuselm.kernels.attention import dispatch, hopper_backward, hopper_forward
 from fuselm.kernels.attention.api import attention, prefer_hopper
 from fuselm.kernels.numerics import measure, slack
 from fuselm.kernels.specs.attention import plain_attention
@@ -69,7 +70,16 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (257, 257), "scale": 1.0, "factor": 50.0},
         {"lengths": (200, 200), "dtype": "float16"},
     ]
-    listed = plain + full + uneven + heads + many + window + documents + extreme
+    long = [  # from 2049 keys on head_dim 64 has three consumers
+        {"lengths": (2100, 2100)},
+        {"lengths": (200, 2305), "causal": False},
+        {"lengths": (2100, 2100), "window": 500},
+        {"lengths": (2300, 2300), "documents_q": (0, 700, 701, 2250), "documents_k": (0, 700, 701, 2250)},
+    ]
+    sections = [  # one group of heads at a time, so that there are many sections
+        {"lengths": (900, 900), "heads": pair, "batch": 3, "section_bytes": 1} for pair in ((8, 4), (6, 6), (6, 1))
+    ]
+    listed = plain + full + uneven + heads + many + window + documents + extreme + long + sections
     return [{"head_dim": head_dim, "heads": (4, 2), **case} for case in listed]
 
 
@@ -128,6 +138,24 @@ def counted_calls():
         dispatch.KERNELS["hopper"] = kept
 
 
+@contextlib.contextmanager
+def replaced_launches(**fields: Any):
+    """The launches with other values of some fields."""
+    functions = {hopper_forward: "hopper_forward_launch", hopper_backward: "hopper_backward_launch"}
+    kept = {module: getattr(module, name) for module, name in functions.items()}
+
+    def changed(function: Any) -> Any:
+        return lambda *args: dataclasses.replace(function(*args), **fields)
+
+    for module, name in functions.items():
+        setattr(module, name, changed(kept[module]))
+    try:
+        yield
+    finally:
+        for module, name in functions.items():
+            setattr(module, name, kept[module])
+
+
 def run_case(case: dict, backward: bool) -> list[str]:
     """What is wrong with the kernels' results, an empty list where nothing is."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -152,7 +180,8 @@ def run_case(case: dict, backward: bool) -> list[str]:
             *torch.autograd.grad([out, lse], [values[n] for n in "qkv"], [dout.to(out.dtype), dlse.to(lse.dtype)]),
         ]
 
-    with prefer_hopper(), poisoned_memory(), counted_calls() as counts:
+    fields = {name: case[name] for name in ("section_bytes",) if name in case}
+    with prefer_hopper(), replaced_launches(**fields), poisoned_memory(), counted_calls() as counts:
         ours = results(attention, inputs, backend="triton")
         again = results(attention, inputs, backend="triton")
         torch.cuda.synchronize()

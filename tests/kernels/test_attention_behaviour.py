@@ -301,8 +301,8 @@ def test_bad_input_is_named(tensors, options, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_packed_qkv_beyond_int32_on_a_gpu(deterministic, generator):
-    """q, k and v as views of one packed qkv of over 2^31 elements: the last sequence equals itself computed alone, to the
-    bit but for a dq that may be added up in any order."""
+    """q, k and v as views of one packed qkv of over 2^31 elements: the last sequence equals itself computed alone, to
+    the bit but for a dq that may be added up in any order."""
     device = torch.device("cuda")
     batch, length, heads, head_dim = 180, 1024, 64, 64
     qkv = torch.empty(batch, length, 3 * heads, head_dim, dtype=torch.bfloat16, device=device)

@@ -150,8 +150,8 @@ def test_why_not_hopper(device):
 
 
 def test_compiles_for_hopper():
-    """Each mask of both kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and 3.8
-    spill: in the forward kernel and in the backward one at head_dim 128 (nearly) all of it between the loops that
+    """Each mask of both kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and
+    3.8 spill: in the forward kernel and in the backward one at head_dim 128 (nearly) all of it between the loops that
     multiply, in the backward one at 64 a dozen loads in them."""
     program = """
         import json, sys
