@@ -28,7 +28,8 @@ if TYPE_CHECKING or HAVE_TRITON:
     import triton
     import triton.language as tl
 else:
-    triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace()
+    # As triton.jit, with options or without: the decorated function is never called.
+    triton, tl = SimpleNamespace(jit=lambda f=None, **_: f if f is not None else lambda g: g), SimpleNamespace()
 
 jit: Any = triton.jit  # Any: a type checker would reject ints passed for tl.constexpr
 
