@@ -110,6 +110,9 @@ class ParallelConfig:
     """Recompute in the backward pass. swiglu: the MLP's activation only, 1 % of a step for a quarter of what a block
     keeps. selective: each block but attention and every second matmul. full: each block."""
 
+    timeout: float = 600.0
+    """Seconds without any progress after which the run ends, naming the rank that holds the others up; 0 for never."""
+
     compile: bool | None = None
     """torch.compile each block; None compiles on a GPU and not on a CPU."""
 
@@ -168,6 +171,10 @@ class LoggingConfig:
     plot: bool = True
     """Draw loss.png."""
 
+    alert_command: str | None = None
+    """Shell command that rank 0 runs on NaN, spike, rollback, stall, failed save, stop and end; FUSELM_EVENT,
+    FUSELM_MESSAGE, FUSELM_STEP and FUSELM_RUN in its environment say what happened."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -225,6 +232,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checkpoint.every": _AT_LEAST_0,
     "checkpoint.keep": _AT_LEAST_1,
     "checkpoint.keep_every": _AT_LEAST_0,
+    "parallel.timeout": _FINITE,
     "guard.window": (lambda value: value >= 4, "at least 4"),
     "guard.min_history": (lambda value: value >= 2, "at least 2"),
     "guard.loss_threshold": _POSITIVE,

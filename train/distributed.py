@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from fuselm.train.errors import UserError
 
@@ -133,7 +133,12 @@ def start(choice: Literal["auto", "cuda", "cpu"] = "auto") -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size > 1:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        timeout = timedelta(minutes=30)
+        store = _store_of_this_attempt(timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process needs no name service and no network
@@ -141,11 +146,45 @@ def start(choice: Literal["auto", "cuda", "cpu"] = "auto") -> World:
     return World(rank, local_rank, size, device)
 
 
-def abandon(error: UserError) -> NoReturn:
-    """End this process at once with one line and exit code 2, for an error that the other ranks do not know of."""
+def _store_of_this_attempt(timeout: timedelta) -> Store | None:
+    """torchrun's store, with names of this attempt's own; None where torchrun has none for us.
+
+    torchrun keeps one store over all its restarts, and PyTorch 2.13 looks there under the same names: ranks that were
+    started again would find the addresses of those that died, and wait for them.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_{os.environ['WORLD_SIZE']}"
+    store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(attempt, store)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because another process ended, was killed, or does not answer."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    text = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+        "Connection refused",
+    )
+    return isinstance(error, RuntimeError) and "gloo" in text and any(sign in text for sign in signs)
+
+
+def abandon(error: UserError, code: int = 2) -> NoReturn:
+    """End this process at once with one line, for an error that the other ranks do not know of.
+
+    Args:
+        error: what happened.
+        code: of the exit; 2 for what is the user's to fix.
+    """
     print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 def stop(world: World) -> None:

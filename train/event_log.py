@@ -6,8 +6,11 @@ batches count in the end is in the newest checkpoint and in metrics.jsonl.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ from typing import Any
 from fuselm.train.errors import in_words, warn
 
 EVENTS = "events.jsonl"
+ALERTS = ("nonfinite", "spike", "rollback", "stall", "save_failed", "stop", "end")
+_QUIET_SECONDS = 60.0  # between two alerts of one kind
+_PATIENCE_SECONDS = 10.0
 
 
 class EventLog:
@@ -22,10 +28,13 @@ class EventLog:
 
     Args:
         run: the run folder, which exists; None on every rank but 0.
+        alert_command: shell command that hears of the kinds in ALERTS; None for none. Training does not wait for it.
     """
 
-    def __init__(self, run: Path | None) -> None:
-        self.run = run
+    def __init__(self, run: Path | None, alert_command: str | None = None) -> None:
+        self.run, self.alert_command = run, alert_command
+        self._alerts: list[subprocess.Popen[bytes]] = []
+        self._last: dict[str, float] = {}
 
     def add(self, kind: str, step: int, message: str, **details: Any) -> None:
         """Record one event.
@@ -45,6 +54,37 @@ class EventLog:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             warn(f"the event '{message}' could not be written: {in_words(error)}")
+        self._alert(kind, step, message)
+
+    def _alert(self, kind: str, step: int, message: str) -> None:
+        now = time.monotonic()
+        if not self.alert_command or kind not in ALERTS or now - self._last.get(kind, -math.inf) < _QUIET_SECONDS:
+            return
+        self._last[kind] = now
+        self._alerts = [alert for alert in self._alerts if alert.poll() is None]
+        facts = {"EVENT": kind, "STEP": str(step), "MESSAGE": message, "RUN": str(self.run)}
+        environment = os.environ | {f"FUSELM_{name}": value for name, value in facts.items()}
+        try:
+            self._alerts.append(
+                subprocess.Popen(
+                    self.alert_command,
+                    shell=True,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is the run's
+                )
+            )
+        except OSError as error:
+            warn(f"logging.alert_command could not be run: {in_words(error)}")
+
+    def close(self) -> None:
+        """Give commands that still run a few seconds, so that the last alert gets out."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for alert in self._alerts:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                alert.wait(max(deadline - time.monotonic(), 0))
+        self._alerts = []
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from fuselm.train.distributed import AgreedError
 from fuselm.train.evaluation import Feed
 from fuselm.train.event_log import EventLog
 from fuselm.train.guard import Alarm, Verdict
-from fuselm.train.progress import BadStep, Progress
+from fuselm.train.progress import Progress
 
 
 def describe_skipped(
@@ -56,21 +56,21 @@ def _documents(feed: Feed, batch: int, ranks: Sequence[int]) -> dict[str, list[t
     return {str(rank): feed.documents(batch, rank) for rank in ranks}
 
 
-def diagnose(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, alarm: Alarm) -> tuple[BadStep, str]:
+def diagnose(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, alarm: Alarm) -> str:
     """Run the last offending batch once more, and say where its numbers go wrong."""
     bad = next((b for b in reversed(alarm.bad_steps) if b.kind == "nonfinite"), alarm.bad_steps[-1])
     optimizer.zero_grad(set_to_none=True)
     batches = feed.micro_batches(bad.batch)
     if bad.kind == "spike":
         name, share = largest_gradient(model, batches, feed.world)
-        return bad, f"In batch {bad.batch} {share:.0%} of the squared gradient norm is that of {name}"
+        return f"In batch {bad.batch} {share:.0%} of the squared gradient norm is that of {name}"
     finding = first_nonfinite(model, batches, feed.world)
     if finding is None:
-        return bad, (
+        return (
             f"Batch {bad.batch} was finite when it ran once more: suspect the hardware, or a kernel that does not "
             "repeat its result"
         )
-    return bad, f"In batch {bad.batch} {finding}"
+    return f"In batch {bad.batch} {finding}"
 
 
 def roll_back(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from fuselm.train import checkpointing
-from fuselm.train.config import TrainConfig, to_json
+from fuselm.train.config import TrainConfig, config_from_json, to_json
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.errors import UserError
+from fuselm.train.event_log import read_events
 
 # What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
 _SHAPE = [
@@ -40,6 +43,11 @@ def find_checkpoint(config: TrainConfig, position: dict[str, Any], world: World)
         AgreedError: checkpoint.resume names what is not there, is damaged, or does not fit.
     """
     resume, run = config.checkpoint.resume, config.run_folder
+    if resume != "auto" and _is_restart(run):
+        # torchrun started all ranks again: whatever the run began with, it now goes on.
+        own = checkpointing.resumable(run, world)
+        if own is not None:
+            resume = "auto"
     if resume == "never":
         return None
     if resume == "auto":
@@ -62,6 +70,42 @@ def find_checkpoint(config: TrainConfig, position: dict[str, Any], world: World)
         manifest = world.from_main(lambda: checkpointing.read_manifest(found))
         world.together(lambda: _compare(found, manifest, config, position))
     return found
+
+
+def job_id() -> str | None:
+    """What torchrun calls this job, the same in each of its restarts; None without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _is_restart(run: Path) -> bool:
+    """Whether torchrun started this job again, and it was the one that last started in the run folder."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return False
+    starts = [event for event in read_events(run) if event["kind"] == "start"]
+    return bool(starts) and starts[-1].get("job") == job_id()
+
+
+def go_on_with_batch(config: TrainConfig, ranks: int) -> TrainConfig:
+    """With training.global_batch_size 0, take that of the run that is to go on: other ranks may be there now.
+
+    The micro-batch is lowered to the largest that divides it.
+
+    Args:
+        config: as the user gave it.
+        ranks: processes now.
+    """
+    run = config.run_folder
+    training = config.training
+    if training.global_batch_size or config.checkpoint.resume == "never" or not checkpointing.checkpoints_of(run):
+        return config
+    try:
+        batch = config_from_json(run).training.global_batch_size
+    except UserError:
+        return config
+    fitting = [m for m in range(training.micro_batch_size, 0, -1) if batch % (m * ranks) == 0]
+    micro = fitting[0] if fitting else training.micro_batch_size
+    training = dataclasses.replace(training, global_batch_size=batch, micro_batch_size=micro)
+    return dataclasses.replace(config, training=training)
 
 
 def _compare(checkpoint: Path, manifest: dict[str, Any], config: TrainConfig, position: dict[str, Any]) -> None:

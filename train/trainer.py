@@ -17,6 +17,7 @@ from fuselm.kernels.adamw import AdamW
 from fuselm.model.attention_backends import require_attention
 from fuselm.model.llama import Llama, kernel_backend
 from fuselm.train import checkpointing, distributed
+from fuselm.train.announce import conclude, introduce
 from fuselm.train.checkpoint_writer import CheckpointWriter, Retention
 from fuselm.train.config import TrainConfig, resolve, to_json
 from fuselm.train.distributed import AgreedError, World
@@ -26,12 +27,14 @@ from fuselm.train.event_log import EventLog
 from fuselm.train.feeds import data_position, open_feeds
 from fuselm.train.graphed import graph_backward
 from fuselm.train.guard import Alarm, Guard, Verdict, take_notice
+from fuselm.train.hang_watch import HangWatch
 from fuselm.train.lr_schedule import lr_factor
+from fuselm.train.memory_advice import out_of_memory
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
 from fuselm.train.parallelize import build_mesh, make_copies, materialize, parallelize, require_memory
 from fuselm.train.progress import Progress
 from fuselm.train.recovery import describe_skipped, diagnose, roll_back
-from fuselm.train.resume import find_checkpoint
+from fuselm.train.resume import find_checkpoint, go_on_with_batch, job_id
 from fuselm.train.run_folder import RunFolder, temporary_folder
 
 _SAVES_MEMORY = (
@@ -124,7 +127,7 @@ class Trainer:
             total_steps=config.training.steps,
             start_step=self.start_step,
         )
-        self.events = EventLog(self.run if world.is_main else None)
+        self.events = EventLog(self.run if world.is_main else None, config.logging.alert_command)
         self.guard = Guard(config.guard, world, self.optimizer)
         self.guard.restore(self.progress.history)
         self.pending: deque[Pending] = deque()
@@ -133,7 +136,20 @@ class Trainer:
         self.stopping = False
         self.clock = time.perf_counter()
         self.step_began: torch.cuda.Event | None = None
-        self._introduce(checkpoint, moved)
+        self.watch = HangWatch(world, config.parallel.timeout, self._stalled)
+        introduce(
+            config,
+            world,
+            parameters=self.model.num_parameters(),
+            tokens=self.dataset.num_tokens,
+            step=self.step,
+            checkpoint=checkpoint,
+            moved=moved,
+            say=self.reporter.say,
+        )
+        self.reporter.explain(self.speed, world.device, config.training.seq_len)
+        resumed = f" from {checkpoint}" if checkpoint is not None else ""
+        self.events.add("start", self.step, f"started at step {self.step}{resumed}", job=job_id(), ranks=world.size)
 
     # --- Building ---
 
@@ -171,23 +187,6 @@ class Trainer:
         """Give the run folder back; safe to call twice."""
         self.folder.release()
 
-    def _introduce(self, checkpoint: Path | None, moved: Path | None) -> None:
-        config, world, say = self.config, self.world, self.reporter.say
-        training = config.training
-        if moved:
-            say(f"the earlier run of this name is now {moved}")
-        accumulation = training.global_batch_size // (training.micro_batch_size * world.size)
-        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        say(
-            f"{self.run}: {self.model.num_parameters() / 1e6:,.2f} M parameters on {world.size} x {device}, "
-            f"{config.parallel.param_dtype} compute; {training.global_batch_size} sequences x {training.seq_len} "
-            f"tokens a step ({world.size} ranks x {training.micro_batch_size} x {accumulation} micro-batches); "
-            f"{self.dataset.num_tokens:,} training tokens"
-        )
-        if checkpoint is not None:
-            say(f"resuming from {checkpoint} at step {self.step}")
-        self.reporter.explain(self.speed, world.device, training.seq_len)
-
     # --- Running ---
 
     def train(self) -> None:
@@ -198,7 +197,7 @@ class Trainer:
         """
         total = self.config.training.steps
         try:
-            with temporary_folder(self.run):
+            with temporary_folder(self.run), self.watch:
                 if self.step == 0:
                     self._validate()
                 self._run_steps(total)
@@ -206,11 +205,18 @@ class Trainer:
                     self._validate()
                 self._save(last=True)
                 self.reporter.plot()
+                ended = "done" if self.step >= total else "asked to stop"
+                self.events.add("end", self.step, f"{ended} at step {self.step} of {total}")
+        except UserError as error:
+            self.events.add("stop", self.progress.step, str(error))
+            raise
         finally:
             self.writer.close()
             self.reporter.close()
+            self.events.close()
             self.release()
-        self._conclude()
+        if self.world.is_main:
+            conclude(self.run, self.step, total, self.reporter.say)
 
     def _run_steps(self, total: int) -> None:
         """Train until the last step is done and read, or the run is asked to stop; go back where the guard says so."""
@@ -222,7 +228,8 @@ class Trainer:
             if ended or validates or saves:
                 self._read_pending()
             if self.alarm is not None:
-                self._answer(self.alarm)
+                with self.watch.patiently():
+                    self._answer(self.alarm)
             elif ended:
                 return
             else:
@@ -244,14 +251,18 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batch = self.progress.batch_of(self.step)
+        self.watch.at("reading a batch", self.step)
+        micro_batches = self.training.micro_batches(batch)
+        self.watch.at("the forward and backward pass", self.step)
         shares = torch.empty(self.world.size, dtype=torch.float64, device=self.world.device)
         loss, count, stops = forward_backward(
             self.model,
-            self.training.micro_batches(batch),
+            micro_batches,
             self.world,
             stop=self.stop.received is not None,
             rank_losses=shares,
         )
+        self.watch.at("the optimizer's step", self.step)
         self.guard.expect(loss)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -266,6 +277,7 @@ class Trainer:
         now = time.perf_counter()
         self.pending.append(Pending(self.step, batch, lr, values, now - self.clock, began, done))
         self.clock, self.step_began = now, done
+        self.watch.at("reading a step's numbers", self.step)
         # A step is read while the next one runs, so that a GPU's queue never empties; on a CPU too, to be one path.
         self._read_pending(leave=1)
         if self.writer.is_done():
@@ -328,11 +340,9 @@ class Trainer:
         self._settle()
         if alarm.stop:
             self.pending.clear()
-            bad, found = diagnose(self.model, self.optimizer, self.training, alarm)
-            reason = f"{alarm.reason}. {found}"
-            self.events.add("stop", self.progress.step, reason, batch=bad.batch)
+            found = diagnose(self.model, self.optimizer, self.training, alarm)
             raise AgreedError(
-                f"{reason}. Try a lower optimizer.lr or a longer schedule.warmup_steps. Checkpoints in "
+                f"{alarm.reason}. {found}. Try a lower optimizer.lr or a longer schedule.warmup_steps. Checkpoints in "
                 f"{self.run / checkpointing.FOLDER} are from before"
             )
         back = roll_back(
@@ -354,6 +364,9 @@ class Trainer:
             return pending.began.elapsed_time(pending.done) / 1e3
         return pending.seconds
 
+    def _stalled(self, message: str) -> None:
+        self.events.add("stall", self.step, message)
+
     def _pause(self) -> None:
         """The time since the last step belongs to no step."""
         self.clock, self.step_began = time.perf_counter(), None
@@ -361,6 +374,7 @@ class Trainer:
     def _validate(self) -> None:
         if self.validation is not None:
             self._read_pending()
+            self.watch.at("the validation", self.step)
             loss, tokens = evaluate(self.model, self.validation, self.config.evaluation.batches)
             self.progress.validated(loss)
             self.reporter.validation(self.step, loss, tokens)
@@ -379,7 +393,8 @@ class Trainer:
                 raise AgreedError(f"weights are not finite after step {self.step}; they were not saved")
             self.saved_step = self.step
             try:
-                self.writer.save(self.progress.to_dict())
+                with self.watch.patiently():
+                    self.writer.save(self.progress.to_dict())
             except AgreedError as error:
                 self._save_failed(str(error))
             self._pause()
@@ -390,7 +405,8 @@ class Trainer:
 
     def _settle(self) -> None:
         """Wait for the save that is under way, and say how it ended."""
-        outcome = self.writer.outcome()
+        with self.watch.patiently():
+            outcome = self.writer.outcome()
         if outcome is None:
             return
         if outcome.error is not None:
@@ -405,24 +421,6 @@ class Trainer:
         self.saved_step, self.failure = None, error
         self.reporter.say(f"warning: {error}. Training goes on; earlier checkpoints are untouched")
         self.events.add("save_failed", self.progress.step, error)
-
-    def _conclude(self) -> None:
-        say, total = self.reporter.say, self.config.training.steps
-        state = f"done at step {self.step}" if self.step >= total else f"stopped at step {self.step} of {total}"
-        say(f"{state}. In {self.run}:")
-        newest = checkpointing.step_folder(self.run, self.step)
-        for name, what in (
-            ("config.json", "the resolved configuration"),
-            ("metrics.jsonl", "every step's numbers"),
-            ("loss.png", "the loss curves"),
-            ("tensorboard", f"tensorboard --logdir {self.run / 'tensorboard'}"),
-            (str(newest.relative_to(self.run)), "model and optimizer"),
-            ("tokenizer.json", "the data's tokenizer"),
-        ):
-            if self.world.is_main and (self.run / name).exists():
-                say(f"  {name:<28} {what}")
-        if self.step < total:
-            say("the same command goes on from here")
 
 
 def build(config: TrainConfig, world: World) -> tuple[Llama, AdamW]:
@@ -462,7 +460,8 @@ def run(config: TrainConfig) -> int:
         The exit code: 0, also after SIGINT or SIGTERM; 2 after one line on stderr for what is the user's to fix.
     """
     try:
-        config = resolve(config, distributed.world_size_from_environment())
+        ranks = distributed.world_size_from_environment()
+        config = resolve(go_on_with_batch(config, ranks), ranks)
         world = distributed.start(config.parallel.device)
     except UserError as error:
         return report(error)
@@ -479,8 +478,10 @@ def run(config: TrainConfig) -> int:
         distributed.abandon(UserError(f"reading or writing failed: {in_words(error)}"))
     except (RuntimeError, MemoryError) as error:
         first = str(error).partition("\n")[0]
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in first:
-            raise
-        distributed.abandon(UserError(f"out of memory on rank {world.rank} ({first}): {_SAVES_MEMORY}"))
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first:
+            distributed.abandon(UserError(out_of_memory(error, config, world)))
+        if distributed.is_lost_contact(error):
+            distributed.abandon(UserError(f"rank {world.rank} lost contact with another process ({first})"), code=1)
+        raise
     distributed.stop(world)
     return 0 if failure is None else report(failure)

@@ -1,0 +1,183 @@
+"""Lost and hung processes, restarts by torchrun, another number of ranks, and running out of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuselm.train import distributed
+from fuselm.train.config import TrainConfig, TrainingConfig, to_json
+from fuselm.train.distributed import World
+from fuselm.train.errors import UserError
+from fuselm.train.event_log import EventLog, read_events
+from fuselm.train.hang_watch import HangWatch
+from fuselm.train.memory_advice import advice
+from fuselm.train.metrics import read_metrics
+from fuselm.train.resume import go_on_with_batch
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def options(tiny_data, tmp_path):
+    """options(**overrides): a command line of pretrain.py; section__field=value."""
+
+    def make(**overrides) -> list[str]:
+        given = {
+            "preset": "debug",
+            "name": "run",
+            "runs": tmp_path,
+            "data__path": tiny_data,
+            "parallel__device": "cpu",
+            "parallel__param_dtype": "float32",
+            "model__kernels": "eager",
+            "training__seq_len": 32,
+            "training__micro_batch_size": 2,
+            "training__steps": 12,
+            "evaluation__batches": 0,
+            "logging__tensorboard": False,
+            "logging__plot": False,
+        } | overrides
+        return [part for key, value in given.items() for part in (f"--{key.replace('__', '.')}", str(value))]
+
+    return make
+
+
+@pytest.mark.parametrize("fault", ["sleep", "stop"])
+def test_a_hung_rank_is_named(launch, options, fault, tmp_path):
+    command = [str(HERE / "faulty_process.py"), fault, "1", "3", *options(parallel__timeout=4)]
+    processes = launch(command, 2)
+    code, _, errors = (processes.members[0].wait(120), *processes.members[0].communicate(timeout=20))
+    processes.members[1].send_signal(signal.SIGCONT)
+    processes.members[1].kill()
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert code == 1 and len(lines) == 1, errors
+    assert re.search(r"nothing has moved for \d+ s: rank 1 ", lines[0])
+    assert "rank 0 waits in the forward and backward pass of step 4" in lines[0]
+    if fault == "sleep":
+        assert "rank 1 holds the others up, in reading a batch of step 4 (" in lines[0]
+        assert "faulty at faulty_process.py" in lines[0]
+    else:
+        assert "rank 1 does not answer any more, it is stopped or lost" in lines[0]
+    assert "all_reduce" in lines[0], "the operation that rank 0 waits in"
+    assert [e["kind"] for e in read_events(tmp_path / "run")] == ["start", "stall"]
+
+
+def test_a_run_that_moves_is_left_alone():
+    stalls, left = [], []
+    with HangWatch(World(0, 0, 1, torch.device("cpu")), 0.6, stalls.append, left.append) as watch:
+        for step in range(12):
+            watch.at("a step", step)
+            time.sleep(0.1)
+        with watch.patiently():
+            time.sleep(1.0)
+        assert stalls == left == []
+        time.sleep(1.0)
+    assert left == [1] and len(stalls) == 1 and "a step of step 12" in stalls[0]
+
+
+def test_a_lost_rank_ends_the_others_with_a_line(launch, options):
+    processes = launch([str(HERE / "faulty_process.py"), "kill", "1", "3", *options()], 2)
+    (code, _, errors), (killed, *_) = processes.wait()
+    assert killed == -signal.SIGKILL and code == 1
+    assert [line for line in errors.splitlines() if line.startswith("error: rank 0 lost contact")], errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_torchrun_starts_again_and_the_run_goes_on(options, tmp_path, resume):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", "2", "--monitor-interval", "0.1"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    command = [*torchrun, str(HERE / "faulty_process.py"), "kill", "1", "8"]
+    command += options(checkpoint__every=2, checkpoint__resume=resume)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stdout
+    steps = [e["step"] for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in e]
+    assert steps == list(range(1, 13)) and not (tmp_path / "run.1").exists()
+    starts = [e for e in read_events(tmp_path / "run") if e["kind"] == "start"]
+    assert len(starts) == 2 and starts[0]["step"] == 0 and starts[1]["step"] in (4, 6, 8)
+    assert starts[0]["job"] == starts[1]["job"]
+
+
+def test_the_batch_of_the_run_is_kept_on_other_ranks(tmp_path):
+    base = TrainConfig(name="run", runs=tmp_path, training=TrainingConfig(global_batch_size=0, micro_batch_size=4))
+    assert go_on_with_batch(base, 3) == base, "there is no run yet"
+    (tmp_path / "run" / "checkpoints" / "step_00000002").mkdir(parents=True)
+    before = dataclasses.replace(base, training=dataclasses.replace(base.training, global_batch_size=24))
+    (tmp_path / "run" / "config.json").write_text(to_json(before))
+    for ranks, micro in ((2, 4), (3, 4), (4, 3), (8, 3), (12, 2), (24, 1), (5, 4)):
+        training = go_on_with_batch(base, ranks).training
+        assert (training.global_batch_size, training.micro_batch_size) == (24, micro)
+    assert go_on_with_batch(before, 4) == before, "what the user says counts"
+
+
+OUT_OF_MEMORY = [
+    # GiB of the device, of the state, of the peak; micro-batch, global batch, ranks; what must be said, what must not
+    (
+        (80.0, 16.0, 76.0),
+        (8, 32, 4),
+        ["micro_batch_size to 4 (about 46.0 GiB", "full", "8 ranks (8.0 GiB"],
+        ["seq_len to"],
+    ),
+    ((80.0, 16.0, 76.0), (6, 48, 4), ["micro_batch_size to 4 (about 56.0 GiB"], []),
+    ((80.0, 16.0, 76.0), (1, 4, 4), ["shorten training.seq_len, now 256", "full"], ["micro_batch_size to"]),
+    ((80.0, 79.0, 79.5), (4, 16, 4), ["8 ranks (39.5 GiB"], ["micro_batch_size to"]),
+    ((80.0, 16.0, 16.0), (4, 16, 4), ["micro_batch_size to 2 (less"], []),
+]
+
+
+@pytest.mark.parametrize(("memory", "batch", "said", "not_said"), OUT_OF_MEMORY)
+def test_out_of_memory_says_what_to_change(memory, batch, said, not_said):
+    total, state, peak = memory
+    micro, whole, ranks = batch
+    training = TrainingConfig(micro_batch_size=micro, global_batch_size=whole)
+    text = advice(total=total, state=state, peak=peak, config=TrainConfig(training=training), ranks=ranks)
+    assert f"of {total:.1f} GiB" in text and f"take {state:.1f} GiB" in text
+    assert all(part in text for part in said) and not any(part in text for part in not_said), text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("shapes differ"), False),
+        (UserError("Connection closed by peer"), False),
+    ],
+)
+def test_what_counts_as_lost_contact(error, expected):
+    assert distributed.is_lost_contact(error) == expected
+
+
+def test_alerts_hear_what_happened_once_a_minute(tmp_path):
+    log = EventLog(tmp_path, f'echo "$FUSELM_EVENT $FUSELM_STEP $FUSELM_MESSAGE $FUSELM_RUN" >> {tmp_path}/heard')
+    for step in range(3):
+        log.add("spike", step, f"step {step} is a spike")
+    log.add("save", 3, "saved")
+    log.add("stop", 4, 'it\'s over; "really" $HOME')
+    log.close()
+    heard = sorted((tmp_path / "heard").read_text().splitlines())
+    assert heard == [f"spike 0 step 0 is a spike {tmp_path}", f'stop 4 it\'s over; "really" $HOME {tmp_path}']
+    assert [e["kind"] for e in read_events(tmp_path)] == ["spike"] * 3 + ["save", "stop"]
+
+
+def test_an_alert_that_hangs_or_fails_holds_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("fuselm.train.event_log._PATIENCE_SECONDS", 0.2)
+    began = time.monotonic()
+    for command in ("sleep 30", "exit 3", "/no/such/command"):
+        log = EventLog(tmp_path, command)
+        log.add("stop", 1, "x")
+        log.close()
+    assert time.monotonic() - began < 5

@@ -1,0 +1,180 @@
+"""A run that stands still ends with a message that names the rank that holds the others up, and where it is.
+
+Each rank says where it is, in the same order as the others (`HangWatch.at`); a thread posts that to the processes'
+common store every few seconds. When a rank has not moved for too long, its thread reads what the others posted: those
+that came less far hold the rest up, and those that post nothing any more are stopped or lost. This works alike for
+NCCL, gloo, a file system that does not answer, and a loop that never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from fuselm.train.distributed import World
+
+_KEY = f"fuselm/where/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_EXIT_CODE = 1  # torchrun --max-restarts starts all ranks again
+
+
+class HangWatch:
+    """Watches this rank's main thread. Every rank makes one.
+
+    Args:
+        world: all ranks.
+        timeout: seconds without a move after which the process ends; 0 for never.
+        on_stall: is told after half of that time, once a standstill, from the watching thread.
+        leave: ends the process, after the message was printed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        timeout: float,
+        on_stall: Callable[[str], None],
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.world, self.timeout, self.on_stall, self.leave = world, timeout, on_stall, leave
+        self._moves, self._where, self._step, self._patient = 0, "start", 0, False
+        self._main = threading.main_thread().ident or 0
+        self._interval = min(5.0, timeout / 8)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+
+    def __enter__(self) -> HangWatch:
+        if self.timeout:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.set()
+        if self.timeout:
+            self._thread.join()
+
+    def at(self, where: str, step: int) -> None:
+        """The main thread begins something; all ranks in the same order.
+
+        Args:
+            where: what, for the message.
+            step: optimizer steps done.
+        """
+        self._where, self._step = where, step
+        self._moves += 1
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Meanwhile the main thread may stand still for any time, as with a slow disk."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    # --- The watching thread ---
+
+    def _watch(self) -> None:
+        store = self._open_store()
+        self._post(store, "")
+        moves, since, told = -1, time.monotonic(), False
+        while not self._end.wait(self._interval):
+            now = time.monotonic()
+            if self._moves != moves or self._patient:
+                moves, since, told = self._moves, now, False
+            stuck = now - since
+            self._post(store, self._stack() if stuck > self.timeout / 4 else "")
+            if stuck >= self.timeout / 2 and not told:
+                told = True
+                self.on_stall(f"nothing has moved for {stuck:.0f} s in {self._where} of step {self._step + 1}")
+            if stuck >= self.timeout:
+                self._report(store, stuck)
+                self.leave(_EXIT_CODE)
+                return
+
+    def _open_store(self) -> Store | None:
+        """A connection of its own: the one of the process group may be what the main thread waits on."""
+        if self.world.size == 1:
+            return None
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+        try:
+            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        except (RuntimeError, dist.DistError):
+            return None  # without the others' places the message has only this rank's
+
+    def _post(self, store: Store | None, stack: str) -> None:
+        self._beats = getattr(self, "_beats", 0) + 1
+        if store is None:
+            return
+        place = {"moves": self._moves, "where": self._where, "step": self._step, "stack": stack, "beats": self._beats}
+        try:
+            store.set(f"{_KEY}/{self.world.rank}", json.dumps(place))
+        except (RuntimeError, dist.DistError):
+            return
+
+    def _read(self, store: Store) -> dict[int, dict[str, Any]]:
+        keys = [f"{_KEY}/{rank}" for rank in range(self.world.size)]
+        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+    def _report(self, store: Store | None, stuck: float) -> None:
+        mine = f"rank {self.world.rank} waits in {self._where} of step {self._step + 1} ({self._stack()})"
+        places: dict[int, dict[str, Any]] = {}
+        silent: list[int] = []
+        if store is not None:
+            try:
+                before = self._read(store)
+                self._end.wait(2.5 * self._interval)  # the others post meanwhile, if they can
+                self._post(store, self._stack())
+                places = self._read(store)
+                silent = [r for r in range(self.world.size) if r not in before or before[r] == places.get(r)]
+            except (RuntimeError, dist.DistError):
+                places = {}
+        if not places:
+            self._print(f"nothing has moved for {stuck:.0f} s: {mine}; the other ranks cannot be asked")
+            return
+        behind = silent
+        if not silent:
+            least = min(place["moves"] for place in places.values())
+            behind = [r for r, place in places.items() if place["moves"] == least]
+            behind = behind if len(behind) < self.world.size else []
+        reporter = min((r for r in places if r not in behind), default=0)
+        if self.world.rank != reporter:
+            return  # one rank tells
+        if not behind:
+            self._print(f"nothing has moved for {stuck:.0f} s: all ranks are at the same place: {mine}")
+            return
+        told = [_describe(rank, places.get(rank), rank in silent) for rank in behind]
+        self._print(f"nothing has moved for {stuck:.0f} s: {'; '.join(told)}; {mine}")
+
+    def _print(self, text: str) -> None:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+
+    def _stack(self) -> str:
+        """Where the main thread is: our own innermost function, and what it called."""
+        frame: FrameType | None = sys._current_frames().get(self._main)
+        frames = traceback.extract_stack(frame)
+        ours = [f for f in frames if "fuselm" in Path(f.filename).parts or "train" in Path(f.filename).parts]
+        shown = [*ours[-2:], *frames[-1:]]
+        return " > ".join(dict.fromkeys(f"{f.name} at {Path(f.filename).name}:{f.lineno}" for f in shown))
+
+
+def _describe(rank: int, place: dict[str, Any] | None, silent: bool) -> str:
+    if place is None:
+        return f"rank {rank} has never answered"
+    where = f"{place['where']} of step {place['step'] + 1}"
+    if silent:
+        return f"rank {rank} does not answer any more, it is stopped or lost; it was last in {where}"
+    stack = f" ({place['stack']})" if place["stack"] else ""
+    return f"rank {rank} holds the others up, in {where}{stack}"

@@ -1,0 +1,64 @@
+"""What to change when the memory does not suffice, with numbers."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fuselm.model.flops import parameter_counts
+from fuselm.train.config import TrainConfig
+from fuselm.train.distributed import World
+from fuselm.train.metrics import memory_gib
+from fuselm.train.parallelize import STATE_BYTES
+
+
+def out_of_memory(error: BaseException, config: TrainConfig, world: World) -> str:
+    """The message for a run that ran out of memory.
+
+    Args:
+        error: what PyTorch said.
+        config: resolved.
+        world: of this rank.
+    """
+    first = str(error).partition("\n")[0]
+    if world.device.type == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory / 2**30
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    state = parameter_counts(config.model)[0] * STATE_BYTES / world.size / 2**30
+    return f"out of memory on rank {world.rank} ({first}): " + advice(
+        total=total, state=state, peak=memory_gib(world.device), config=config, ranks=world.size
+    )
+
+
+def advice(*, total: float, state: float, peak: float, config: TrainConfig, ranks: int) -> str:
+    """What takes the memory, and what would take less.
+
+    Args:
+        total: GiB of the device.
+        state: GiB of parameters, gradients and moments on this rank.
+        peak: GiB that were in use at most; what failed to fit is not among them.
+        config: resolved.
+        ranks: processes.
+    """
+    training, parallel = config.training, config.parallel
+    micro = training.micro_batch_size
+    activations = max(peak - state, 0.0)
+    each = activations / micro
+    text = (
+        f"of {total:.1f} GiB, {peak:.1f} GiB were in use: parameters, gradients and moments take {state:.1f} GiB, the "
+        f"activations of {micro} sequences of {training.seq_len} tokens at least {activations:.1f} GiB"
+    )
+    smaller = [m for m in range(micro - 1, 0, -1) if training.global_batch_size % (m * ranks) == 0]
+    fitting = [m for m in smaller if state + m * each <= 0.85 * total] or smaller[-1:]
+    ways = []
+    if fitting and state < 0.95 * total:
+        needed = f"about {state + fitting[0] * each:.1f} GiB" if each else "less"
+        ways.append(f"set training.micro_batch_size to {fitting[0]} ({needed}; the global batch can stay)")
+    if parallel.activation_checkpointing != "full":
+        ways.append("set parallel.activation_checkpointing to full")
+    ways.append(f"use {2 * ranks} ranks ({state / 2:.1f} GiB of parameters, gradients and moments each)")
+    if training.micro_batch_size == 1:
+        ways.append(f"shorten training.seq_len, now {training.seq_len}")
+    return f"{text}. {', or '.join(ways)}"
