@@ -160,6 +160,9 @@ def draw(runs: Sequence[Curves], *, by_tokens: bool = False) -> Figure:
         axes.grid(alpha=0.3)
         if quantity == "grad_norm" and axes.has_data():
             axes.set_yscale("log")
+        if quantity == "tokens_per_second" and axes.has_data():
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter("{x:,.0f}")
         if axes.has_data():
             axes.legend(fontsize=8)
     return figure

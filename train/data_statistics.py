@@ -89,7 +89,8 @@ class DataStatistics:
         axes.set_xticks(range(last + 2), [_short(1 << k) for k in range(last + 2)])
         axes.set_xlabel("tokens in a document, end of text included")
         axes.set_ylabel("documents")
-        axes.set_yscale("symlog", linthresh=10)
+        if max(max(row["lengths"]) for rows in self._rows.values() for row in rows.values()) >= 1000:
+            axes.set_yscale("symlog", linthresh=10)  # so that the few longest documents are seen
         axes.grid(axis="y", alpha=0.3)
         axes.legend()
         figure.savefig(image)
