@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,32 @@ def load_hf(
     return model
 
 
+def read_parameters(folder: Path | str, config: LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a folder one after the other, whole and in the stored dtype, for models that are sharded.
+
+    Args:
+        folder: as for `load_hf`.
+        config: from its config.json (`config_from_hf`).
+
+    Yields:
+        (name in `Llama`, CPU tensor); memory holds one at a time.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_hf`, at the first one.
+    """
+    folder = Path(folder)
+    stored, layout = _stored_tensors(folder), _layout(config)
+    _check_names_and_shapes(folder, config, layout, stored)
+    if config.tie_embeddings and _HEAD in stored:
+        _check_tied_head(folder, stored)
+    parts: dict[str, list[str]] = {}
+    for name, rows in layout.items():
+        parts.setdefault(rows.parameter, []).append(name)
+    for parameter, names in parts.items():
+        tensors = dict(_read(stored, dict.fromkeys(names)))
+        yield parameter, tensors[names[0]] if len(names) == 1 else torch.cat([tensors[name] for name in names])
+
+
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The weight files, and for a sharded folder the name of the file of each tensor."""
     index = folder / INDEX
@@ -201,6 +227,8 @@ def export_hf(
     tokenizer: Path | str | None = None,
     max_shard_bytes: float = 5e9,
     facts: Mapping[str, object] | None = None,
+    chat_template: str | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> Path:
     """Writes a folder that `transformers` loads as LlamaForCausalLM, and `load_hf` too.
 
@@ -214,6 +242,8 @@ def export_hf(
             else one is written, with BOS and EOS found by their usual names.
         max_shard_bytes: most bytes of tensors in a weight file; a larger tensor has a file for itself.
         facts: lines for the model card, for instance data, tokens seen and validation loss.
+        chat_template: Jinja text for tokenizer_config.json, in place of the one there; needs a tokenizer.
+        stop_ids: tokens that end a text when transformers generates; the tokenizer's EOS by default.
 
     Returns:
         The folder.
@@ -235,10 +265,20 @@ def export_hf(
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
             raise ValueError(f"{name} is {'on the meta device' if parameter.is_meta else 'sharded'}: expected it whole")
-    files = read_tokenizer(Path(tokenizer), model.config) if tokenizer is not None else TokenizerFiles({}, None, None)
+    if any(name.endswith(".lora_a") for name, _ in model.named_parameters()):
+        raise ValueError("the model has adapters: merge them first (fuselm.model.lora.remove_lora)")
+    if tokenizer is not None:
+        files = read_tokenizer(Path(tokenizer), model.config, chat_template)
+    elif chat_template is not None:
+        raise ValueError("chat_template without a tokenizer: it is part of the tokenizer's configuration")
+    else:
+        files = TokenizerFiles({}, None, None)
+    wrong = [i for i in stop_ids if not 0 <= i < model.config.vocab_size]
+    if wrong:
+        raise ValueError(f"stop_ids has {wrong[0]}: expected ids from 0 to {model.config.vocab_size - 1}")
     documents = {
         "config.json": config_to_hf(model.config, dtype, files.bos_id, files.eos_id),
-        "generation_config.json": generation_config(files.bos_id, files.eos_id),
+        "generation_config.json": generation_config(files.bos_id, list(stop_ids) or files.eos_id),
     }
     card = model_card(model.config, folder.name, dtype, has_tokenizer=tokenizer is not None, facts=facts or {})
     contents = {name: _json(document) for name, document in documents.items()} | files.contents

@@ -157,8 +157,10 @@ def config_to_hf(config: LlamaConfig, dtype: torch.dtype, bos_id: int | None, eo
     }
 
 
-def generation_config(bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The generation_config.json: what begins and what ends a text."""
+def generation_config(bos_id: int | None, eos_id: int | list[int] | None) -> dict[str, Any]:
+    """The generation_config.json: what begins and what ends a text, one token or any of several."""
+    if isinstance(eos_id, list) and len(eos_id) == 1:
+        eos_id = eos_id[0]
     return {"bos_token_id": bos_id, "eos_token_id": eos_id}
 
 

@@ -24,12 +24,13 @@ class TokenizerFiles:
     eos_id: int | None
 
 
-def read_tokenizer(path: Path, config: LlamaConfig) -> TokenizerFiles:
+def read_tokenizer(path: Path, config: LlamaConfig, chat_template: str | None = None) -> TokenizerFiles:
     """tokenizer.json as it is, and the tokenizer_config.json beside it or else one of our own.
 
     Args:
         path: a tokenizer.json under any name, or a folder that holds one.
         config: of the model that is to read its ids.
+        chat_template: Jinja text, in place of the one that stands beside the tokenizer.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -54,9 +55,19 @@ def read_tokenizer(path: Path, config: LlamaConfig) -> TokenizerFiles:
             "model_max_length": config.max_seq_len,
         }
         settings |= {key: token for key, token in (("bos_token", bos), ("eos_token", eos)) if token is not None}
-        content = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+        content = _text(settings)
+    if chat_template is not None:
+        content = _text(settings | {"chat_template": chat_template})
     ids = [None if token is None else vocabulary.get(token) for token in (bos, eos)]
-    return TokenizerFiles({"tokenizer.json": path.read_bytes(), beside.name: content}, ids[0], ids[1])
+    contents = {"tokenizer.json": path.read_bytes(), beside.name: content}
+    jinja = path.with_name("chat_template.jinja")
+    if chat_template is None and jinja.is_file():  # where transformers 5 writes it
+        contents[jinja.name] = jinja.read_bytes()
+    return TokenizerFiles(contents, ids[0], ids[1])
+
+
+def _text(settings: dict[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _token(value: Any) -> str | None:

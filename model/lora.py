@@ -57,14 +57,15 @@ class LoRALinear(nn.Linear):
     Args:
         linear: whose weight is taken over.
         config: of the adapter.
+        dtype: of A and B; None takes the weight's.
     """
 
-    def __init__(self, linear: nn.Linear, config: LoRAConfig) -> None:
+    def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.weight.requires_grad_(False)
         self.scale = config.alpha / config.rank
-        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        like: dict[str, Any] = {"device": linear.weight.device, "dtype": dtype or linear.weight.dtype}
         self.lora_a = nn.Parameter(torch.zeros(config.rank, linear.in_features, **like))
         self.lora_b = nn.Parameter(torch.zeros(linear.out_features, config.rank, **like))
         self._before: torch.Tensor | None = None
@@ -95,13 +96,14 @@ def adapted_layers(model: Llama) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def add_lora(model: Llama, config: LoRAConfig, seed: int = 0) -> Llama:
+def add_lora(model: Llama, config: LoRAConfig, seed: int = 0, *, dtype: torch.dtype | None = None) -> Llama:
     """Freezes a model and puts adapters into its linear layers, in place.
 
     Args:
         model: without adapters; may be on the meta device, then `initial_adapter` gives the values later.
         config: which, and of what size.
         seed: of A.
+        dtype: of the adapters; None takes that of each weight.
 
     Returns:
         The same model.
@@ -116,7 +118,7 @@ def add_lora(model: Llama, config: LoRAConfig, seed: int = 0) -> Llama:
         for name in config.targets:
             linear = getattr(module, name, None)
             if type(linear) is nn.Linear:
-                setattr(module, name, adapted := LoRALinear(linear, config))
+                setattr(module, name, adapted := LoRALinear(linear, config, dtype))
                 if not adapted.lora_a.is_meta:
                     with torch.no_grad():
                         key = f"{path}.{name}.lora_a"

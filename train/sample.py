@@ -209,7 +209,7 @@ def main(args: Sequence[str] | None = None) -> int:
     raise_on_interrupt()
     try:
         arguments = parse_arguments(Arguments, args, "sample.py")
-        device = _device(arguments.device)
+        device = pick_device(arguments.device)
         model, tokenizer = load_run(
             arguments.run,
             step=arguments.step,
@@ -243,7 +243,12 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _device(name: str | None) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or a GPU where there is one.
+
+    Raises:
+        UserError: it cannot be used.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
