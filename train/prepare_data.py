@@ -73,8 +73,8 @@ DEFAULT_VALIDATION_FRACTION = 0.05
 # An encoded character costs some 50 bytes of memory, so a batch costs a worker about 25 MB.
 BATCH_CHARS = 1 << 19
 SAMPLE_CHARS = 1 << 20
-# More text than this hardly changes the merges, but needs memory for every distinct word.
-TOKENIZER_TRAINING_CHARS = 1 << 28
+# More text than this hardly changes the merges, but needs memory for every distinct word: 0.7 GB for 2^28 of source code.
+TOKENIZER_TRAINING_CHARS = 1 << 27
 # A killed job does at most so many seconds of its work again.
 SAVE_SECONDS = 10.0
 PROGRESS_FILE = "progress.json"
@@ -152,7 +152,7 @@ def prepare(
             these in a .toml file (see `fuselm.train.mixture`).
         output: the folder to make.
         tokenizer: a tokenizer.json, tiktoken ranks or a SentencePiece model to use; None trains one on the training
-            split (on 2^28 characters from all files).
+            split (on 2^27 characters from all files).
         encoding: which encoding a file of ranks is; None tells by their number.
         vocab_size: tokens to train, at least 257; not used with `tokenizer`.
         validation_fraction: share of the text for validation, in [0, 1).

@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_the_text(kind: str, tmp_path: Path) -> None:
     paragraphs = [" ".join(draw.choices(words, k=60)) + "\n" for _ in range(300)]
     (tmp_path / "t.json").write_bytes(TextTokenizer.train(paragraphs, 3500).to_json())
     peaks = []
-    for megabytes in (4, 14):
+    for megabytes in (3, 10):
         path = tmp_path / f"{megabytes}" / ("a.jsonl" if kind == "lines" else "a.txt")
         path.parent.mkdir()
         with path.open("w") as file:
@@ -216,5 +216,5 @@ def test_memory_does_not_grow_with_the_text(kind: str, tmp_path: Path) -> None:
                 text = "".join(draw.choices(paragraphs, k=10))
                 file.write(json.dumps({"text": text}) + "\n" if kind == "lines" else text)
         peaks.append(peak_memory(path.parent, tmp_path / f"out{megabytes}", tmp_path / "t.json"))
-    # 10 MB more of text with its ids, held anywhere, would be 30 MB and more.
-    assert peaks[1] - peaks[0] < 20e6 and peaks[1] < 400e6
+    # 7 MB more of text with its ids, held anywhere, would be 20 MB and more.
+    assert peaks[1] - peaks[0] < 15e6 and peaks[1] < 400e6, peaks
