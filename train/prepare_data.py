@@ -73,7 +73,7 @@ DEFAULT_VALIDATION_FRACTION = 0.05
 # An encoded character costs some 50 bytes of memory, so a batch costs a worker about 25 MB.
 BATCH_CHARS = 1 << 19
 SAMPLE_CHARS = 1 << 20
-# More text than this hardly changes the merges, but needs memory for every distinct word: 0.7 GB for 2^28 of source code.
+# More text than this hardly changes the merges, but every distinct word takes memory: 0.7 GB at 2^28 of source code.
 TOKENIZER_TRAINING_CHARS = 1 << 27
 # A killed job does at most so many seconds of its work again.
 SAVE_SECONDS = 10.0
