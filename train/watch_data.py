@@ -107,12 +107,11 @@ class RunView:
         steps = self.steps
         if steps and steps[-1]["step"] >= self.total:
             return "done"
-        if not self._is_held():
+        kinds = [e["kind"] for e in self.events.entries if e["kind"] in ("start", "end", "stop")]
+        if kinds and kinds[-1] != "start":
             return "stopped"
-        written = max(
-            (path.stat().st_mtime for path in (self.metrics.path, self.events.path) if path.exists()), default=0
-        )
-        silent = time.time() - written
+        written = [path.stat().st_mtime for path in (self.metrics.path, self.events.path) if path.exists()]
+        silent = time.time() - max(written, default=0.0)
         pace = self.mean("tokens_per_second")
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         usual = tokens / pace if pace else 60.0
