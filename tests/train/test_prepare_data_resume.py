@@ -8,13 +8,15 @@ import random
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from fuselm.train import prepare_data
 from fuselm.train.errors import UserError
 from fuselm.train.prepare_data import prepare
-from fuselm.train.shards import SplitWriter
+from fuselm.train.shards import SplitWriter, Unfinished
 from fuselm.train.tokenizer import TextTokenizer
 
 
@@ -218,3 +220,44 @@ def test_memory_does_not_grow_with_the_text(kind: str, tmp_path: Path) -> None:
         peaks.append(peak_memory(path.parent, tmp_path / f"out{megabytes}", tmp_path / "t.json"))
     # 7 MB more of text with its ids, held anywhere, would be 20 MB and more.
     assert peaks[1] - peaks[0] < 15e6 and peaks[1] < 400e6, peaks
+
+
+def test_a_dataset_that_becomes_unreachable_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_data, "BATCH_CHARS", 500)
+    monkeypatch.setattr(prepare_data, "SAVE_SECONDS", 0)
+    rows = [{"text": f"Row {i % 55} with {'some ' * (i % 55 % 9)}words.\n"} for i in range(60)]
+    skipped: list[int] = []
+    fail_at: list[int] = []
+
+    class Rows:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def skip(self, count: int) -> Rows:
+            skipped.append(count)
+            return Rows(self.first + count)
+
+        def __iter__(self):
+            for number in range(self.first, len(rows)):
+                if number in fail_at:
+                    raise ConnectionError("no route to host")
+                yield rows[number]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, **k: Rows(0)))
+    made = prepare("hf:owner/rows", tmp_path / "unbroken", vocab_size=300, validation_fraction=0.2)
+    assert made.duplicate_documents == 5 and made.splits["validation"].documents > 0 and skipped == []
+    # The first passes, which train and try the tokenizer, still reach everything.
+    train = prepare_data._Job.run
+
+    def run(self, *args):
+        fail_at[:] = [40]
+        return train(self, *args)
+
+    monkeypatch.setattr(prepare_data._Job, "run", run)
+    with pytest.raises(Unfinished, match="hf:owner/rows cannot be read after row 40: no route to host"):
+        prepare("hf:owner/rows", tmp_path / "out", vocab_size=300, validation_fraction=0.2, workers=1)
+    monkeypatch.setattr(prepare_data._Job, "run", train)
+    fail_at.clear()
+    prepare("hf:owner/rows", tmp_path / "out", vocab_size=300, validation_fraction=0.2)
+    assert len(skipped) == 1 and 20 < skipped[0] < 40
+    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
