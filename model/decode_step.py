@@ -7,6 +7,7 @@ kernels; with `compile` it is also compiled as a whole.
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +87,7 @@ class DecodeStep:
         elif self._steps == 0:
             logits = self._warm_up()
         else:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):  # recorded, not run
-                self._logits = self._run()
-            self._graph.replay()
+            self._record()
             logits = self._logits
         self._steps += 1
         cache.length += 1
@@ -104,6 +102,30 @@ class DecodeStep:
         main.wait_stream(side)
         logits.record_stream(main)
         return logits
+
+    def _record(self) -> None:
+        """Records the step and runs it once.
+
+        Not by `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than many steps. What it
+        guards against, garbage that is collected while recording and frees device objects, is kept out here.
+        """
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        gc.disable()
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._logits = self._run()  # recorded, not run
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        main.wait_stream(side)
+        self._graph = graph
+        graph.replay()
 
     def close(self) -> None:
         """Frees the graph; the cache can take prompts again."""
