@@ -131,6 +131,7 @@ def start(choice: Literal["auto", "cuda", "cpu"] = "auto") -> World:
     device = pick_device(choice, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for hang_watch.py
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size > 1:
         timeout = timedelta(minutes=30)

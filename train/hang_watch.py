@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -167,7 +168,26 @@ class HangWatch:
         frames = traceback.extract_stack(frame)
         ours = [f for f in frames if "fuselm" in Path(f.filename).parts or "train" in Path(f.filename).parts]
         shown = [*ours[-2:], *frames[-1:]]
-        return " > ".join(dict.fromkeys(f"{f.name} at {Path(f.filename).name}:{f.lineno}" for f in shown))
+        place = " > ".join(dict.fromkeys(f"{f.name} at {Path(f.filename).name}:{f.lineno}" for f in shown))
+        return ", ".join([place, *waiting_collectives()])
+
+
+def waiting_collectives() -> list[str]:
+    """The NCCL collectives that this process has under way, by PyTorch's flight recorder, the oldest first; at most
+    three."""
+    dump = getattr(c10d, "_dump_nccl_trace_json", None)  # only where PyTorch has NCCL
+    if dump is None:
+        return []
+    try:
+        entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+        return [f"{e['profiling_name']} number {e['collective_seq_id']}" for e in entries[:3]]
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        KeyError,
+    ):  # its format is PyTorch's own, and the message is worth more
+        return []
 
 
 def _describe(rank: int, place: dict[str, Any] | None, silent: bool) -> str:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._C._distributed_c10d as c10d
 
 from fuselm.train import distributed
 from fuselm.train.config import TrainConfig, TrainingConfig, to_json
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
 from fuselm.train.event_log import EventLog, read_events
-from fuselm.train.hang_watch import HangWatch
+from fuselm.train.hang_watch import HangWatch, waiting_collectives
 from fuselm.train.memory_advice import advice
 from fuselm.train.metrics import read_metrics
 from fuselm.train.resume import go_on_with_batch
@@ -83,6 +84,27 @@ def test_a_run_that_moves_is_left_alone():
         assert stalls == left == []
         time.sleep(1.0)
     assert left == [1] and len(stalls) == 1 and "a step of step 12" in stalls[0]
+
+
+@pytest.mark.parametrize(
+    ("dump", "expected"),
+    [
+        (None, []),
+        (lambda **_: '{"entries": []}', []),
+        (lambda **_: "not JSON", []),
+        (lambda **_: '{"entries": [{"profiling_name": "nccl:all_reduce", "state": "started"}]}', []),
+        (
+            lambda **_: (
+                '{"entries": [{"profiling_name": "nccl:all_gather", "collective_seq_id": 7},'
+                ' {"profiling_name": "nccl:all_reduce", "collective_seq_id": 8}]}'
+            ),
+            ["nccl:all_gather number 7", "nccl:all_reduce number 8"],
+        ),
+    ],
+)
+def test_collectives_under_way_are_named(monkeypatch, dump, expected):
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", dump, raising=False)
+    assert waiting_collectives() == expected
 
 
 def test_a_lost_rank_ends_the_others_with_a_line(launch, options):

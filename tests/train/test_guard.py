@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -30,10 +31,10 @@ HERE = Path(__file__).parent
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
-def optimizer_and_guard(config: GuardConfig) -> tuple[AdamW, Guard]:
+def optimizer_and_guard(config: GuardConfig, backend: Literal["reference", "triton"] = "reference"):
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(3, 5)), torch.nn.Parameter(torch.randn(4))]
-    optimizer = AdamW(parameters, lr=0.1, max_grad_norm=1.0, backend="reference")
+    optimizer = AdamW(parameters, lr=0.1, max_grad_norm=1.0, backend=backend)
     return optimizer, Guard(config, ALONE, optimizer)
 
 
@@ -121,9 +122,10 @@ def test_a_restored_guard_comes_to_the_same_verdicts():
         (3.01, 1.01, None),
     ],
 )
-def test_a_bad_step_changes_nothing_at_all(loss, norm, kind):
-    optimizer, guard = optimizer_and_guard(GuardConfig())
-    for k in range(40):
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_bad_step_changes_nothing_at_all(loss, norm, kind, backend):
+    optimizer, guard = optimizer_and_guard(GuardConfig(min_history=8), backend)
+    for k in range(12):
         assert do_step(optimizer, guard, 3.0 + 0.01 * (k % 3), 1.0 + 0.01 * (k % 5)).kind is None
     before, skipped = state_of(optimizer), int(optimizer.skipped_steps)
     assert do_step(optimizer, guard, loss, norm).kind == kind
