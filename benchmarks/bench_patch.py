@@ -5,7 +5,9 @@
 
 Each variant runs in a process of its own, for Liger's patch changes transformers' classes for good. Training is
 forward, backward and AdamW in bf16 on the same random tokens from the same weights: losses must agree. Decoding
-continues random prompts greedily, with transformers' generate and with fuselm's on the same weights.
+continues random prompts greedily, with transformers' generate and with fuselm's on the same weights; the first way to
+decode is the one whose tokens the others are compared with. Static caches and compiled steps compile for a minute or
+two a batch size first: --decoding leaves them out.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def decode(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "fuselm compiled": lambda p=prompt, n=new: generate(ours, p, max_new_tokens=n, temperature=0, compile=True),
         }
         first: torch.Tensor | None = None
-        for name in DECODING:
+        for name in arguments.decoding.split(","):
             (fuselm.patch if "patch" in name else fuselm.unpatch)(theirs)
             seconds = []
             text = runs[name]()  # compiles and warms up
@@ -183,6 +185,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats of decoding (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in fp32, also on a CPU")
     parser.add_argument("--parts", default="", help="only these, by comma: transformers, liger, fuselm, decode")
+    parser.add_argument(
+        "--decoding", default=",".join(DECODING), help="only these ways to decode, by comma (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = sys.argv[1:] if given is None else given
@@ -202,6 +207,10 @@ def main(given: list[str] | None = None) -> int:
     unknown = set(wanted) - {*TRAINING, "decode"}
     if unknown:
         print(f"error: --parts {min(unknown)}: expected {', '.join([*TRAINING, 'decode'])}", file=sys.stderr)
+        return 2
+    strange = set(arguments.decoding.split(",")) - set(DECODING)
+    if strange:
+        print(f"error: --decoding {min(strange)!r}: expected {', '.join(DECODING)}", file=sys.stderr)
         return 2
     missing = [] if package_version("liger-kernel") != "not installed" else ["liger"]
     training = {p: None if p in missing else run_alone(p, given) for p in TRAINING if p in wanted}

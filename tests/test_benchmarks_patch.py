@@ -33,3 +33,5 @@ def test_tiny_run(tmp_path):
 def test_unknown_parts_are_named(capsys):
     assert main(["--tiny", "--parts", "fuselm,unsloth"]) == 2
     assert "error: --parts unsloth: expected transformers, liger, fuselm, decode" in capsys.readouterr().err
+    assert main(["--tiny", "--decoding", "fuselm,vllm"]) == 2
+    assert "error: --decoding 'vllm': expected transformers, transformers static" in capsys.readouterr().err

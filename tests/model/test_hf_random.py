@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from fuselm.model import hf
 from fuselm.model.config import LlamaConfig, RopeScaling
 from fuselm.model.hf import export_hf, load_hf, read_parameters
 from fuselm.model.hf_config import config_from_hf
@@ -96,6 +99,47 @@ def test_parameters_are_read_one_by_one(seed: int, tmp_path: Path) -> None:
     assert shard
     with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight"):
         next(read_parameters(folder, config))
+
+
+class _Counting:
+    """safe_open, counting how many of the tensors that it handed out are alive when the next is asked for."""
+
+    def __init__(self, path: Any, **options: Any) -> None:
+        self.real: Any = safe_open(path, **options)
+
+    def __enter__(self) -> _Counting:
+        self.file = self.real.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.real.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in given))
+        tensor = self.file.get_tensor(name)
+        given.append(weakref.ref(tensor))
+        return tensor
+
+
+given: list[weakref.ref] = []
+alive: list[int] = []
+
+
+def test_memory_holds_about_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files and tensors there are: one while loading, those of one parameter while reading."""
+    shape = LlamaConfig(vocab_size=97, num_layers=6, kernels="eager")
+    folder = export_hf(make(shape), tmp_path / "out", dtype=torch.float32, max_shard_bytes=100_000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    monkeypatch.setattr(hf, "safe_open", _Counting)
+    load_hf(folder)
+    assert len(alive) == 2 + 9 * 6 and max(alive) <= 1
+    alive.clear()
+    for _ in read_parameters(folder, shape):
+        pass
+    assert len(alive) == 2 + 9 * 6 and max(alive) <= 3  # of qkv; the parameter before may still be held
 
 
 def test_templates_and_stop_tokens_travel(tmp_path: Path) -> None:

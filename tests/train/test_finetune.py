@@ -20,6 +20,7 @@ from fuselm.train import chat, finetune
 from fuselm.train.chat_data import ChatTemplate
 from fuselm.train.finetune_model import load_tuned, open_base
 from fuselm.train.tokenizer import TextTokenizer
+from fuselm.train.trainer import StopSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"the sky": "Blue, mostly.", "a lemon": "Yellow.", "snow": "White \N{SNOWFLAKE}.", "grass": "It is green."}
@@ -157,6 +158,16 @@ def test_two_ranks_train_as_one(base: Path, tmp_path: Path, launch, losses_of) -
     a, b = load_hf(tmp_path / "one" / "model"), load_hf(tmp_path / "two" / "model")
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_run_that_is_asked_to_stop_writes_its_model(base: Path, tmp_path: Path, world, losses_of) -> None:
+    data = write(tmp_path / "facts.jsonl", FACTS)
+    arguments = finetune.Arguments(base, data, runs=tmp_path, device="cpu", dtype="float32", seq_len=64, steps=50)
+    stop = StopSignal()
+    stop.received = "SIGTERM"
+    finetune.FineTuning(arguments, None, world).train(stop)
+    assert losses_of(tmp_path / "finetuned").keys() == {1}
+    assert load_hf(tmp_path / "finetuned" / "model").num_parameters() == load_hf(base).num_parameters()
 
 
 @pytest.mark.parametrize(
