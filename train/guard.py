@@ -98,6 +98,7 @@ class Guard:
         self._next = 0
         self._thresholds = _upload([config.loss_threshold, config.norm_threshold], device)
         self._floors = _upload(_FLOORS, device)
+        self._nan, self._inf = (_upload([value], device)[0] for value in (math.nan, math.inf))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.step()  # without gradients it changes nothing, but makes what is replaced here
         optimizer._reduction = _JudgedReduction(parameters, device, self.judge)
@@ -125,14 +126,16 @@ class Guard:
         if self._loss is None:
             return  # no step of the run's: torch.distributed.checkpoint does one to create the optimizer's state
         loss, self._loss = self._loss, None
+        # Each line is a launch or two, and they add up: hence `< inf`, one launch where isfinite takes four.
         squares = sums[:-1].sum()
-        norm = torch.where((sums[-1] == 0) & squares.isfinite(), squares.sqrt(), math.nan).float().double()
+        fine = (sums[-1] == 0) & (squares < math.inf)
+        norm = torch.where(fine, squares.sqrt(), self._nan).float().double()  # as the optimizer reports it
         now = torch.stack([loss.double(), norm])
-        finite = now.isfinite().all()
+        finite = (now.abs() < math.inf).all()
         flags = torch.cat([~finite.view(1), self._spikes(now) & finite]).double()
         # Every rank computed this from sums over all of them; that it comes out alike everywhere is not left to chance.
         self.world.sum(flags)
-        self._history[:, self._next] = torch.where(finite, now, math.inf)
+        self._history[:, self._next] = torch.where(finite, now, self._inf)
         self._next = (self._next + 1) % self.config.window
         sums[-1] += flags.sum()
         self.record = torch.cat([now, flags])
@@ -141,9 +144,11 @@ class Guard:
         """(2,) bool: whether loss and norm are far above those of the window."""
         if not self.config.spikes:
             return torch.zeros(2, dtype=torch.bool, device=now.device)
-        count = self._history[0].isfinite().sum()
-        median = _median(self._history, count)
-        deviation = _median((self._history - median[:, None]).abs(), count)
+        count = (self._history[0] < math.inf).sum()
+        middle = ((count - 1) // 2).clamp(min=0).expand(2, 1)
+        median = _sorted_at(self._history, middle)
+        deviation = _sorted_at((self._history - median).abs(), middle)[:, 0]
+        median = median[:, 0]
         scale = torch.maximum(_SIGMA * deviation, self._floors * median.abs())
         return (now - median > self._thresholds * scale) & (count >= self.config.min_history)
 
@@ -159,11 +164,9 @@ def _upload(values: torch.Tensor | list[float] | tuple[float, ...], device: torc
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _median(rows: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The lower median of the `count` finite values in each row; the others are infinite. torch.nanmedian would wait
-    for the device."""
-    index = ((count - 1) // 2).clamp(min=0).expand(rows.shape[0], 1)
-    return rows.sort(dim=1).values.gather(1, index)[:, 0]
+def _sorted_at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """(rows, 1): the value at this place of each sorted row. torch.nanmedian would wait for the device."""
+    return rows.sort(dim=1).values.gather(1, index)
 
 
 # --- What follows, on the host --------------------------------------------------------------------------------------

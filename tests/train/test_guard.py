@@ -154,6 +154,7 @@ def test_the_verdict_waits_for_no_device():
     guard.config, guard.world, guard._next = GuardConfig(), ALONE, 0
     guard._history = torch.empty((2, 128), dtype=torch.float64, device="meta")
     guard._thresholds = guard._floors = torch.empty(2, dtype=torch.float64, device="meta")
+    guard._nan = guard._inf = torch.empty((), dtype=torch.float64, device="meta")
     for _ in range(2):
         guard.expect(torch.empty((), dtype=torch.float64, device="meta"))
         guard.judge(torch.empty(3, dtype=torch.float64, device="meta"))
