@@ -40,6 +40,20 @@ def _fma(x, y, z):
 
 
 @jit
+def _plus(a, b):
+    return tl.fma(a, 1.0, b)
+
+
+@jit
+def _sum_of_vectors(x):
+    # Triton 3.6 has a pass that looks for sums which are added up in a loop, and fails on some of those here. It does
+    # not look for sums by a multiply-add.
+    if _INTERPRET:
+        return tl.sum(x, 1)
+    return tl.reduce(x, 1, _plus)
+
+
+@jit
 def _tanh(x):
     # A polynomial near 0, where the quotient of exponentials cancels; both are right to about 2^-22.
     a = tl.abs(x)
@@ -103,9 +117,10 @@ def _accumulate(
     # z · log2(e) rounded. It starts finite: -inf logits then never meet -inf - -inf.
     if SOFTCAP:
         z = tl.where(mask, _capped(z, softcap, SOFTCAP), float("-inf"))
-        picked += tl.sum(tl.where(mask & (column == target), z, 0.0), 1)  # a second evaluation may round otherwise
+        # from here, as a second evaluation may round otherwise
+        picked += _sum_of_vectors(tl.where(mask & (column == target), z, 0.0))
     if SMOOTHING:
-        total += tl.sum(tl.where(mask, z, 0.0), 1)
+        total += _sum_of_vectors(tl.where(mask, z, 0.0))
     new = tl.maximum(reference, tl.max(z, 1) * _LOG2E)
     s = s * tl.exp2(reference - new) + tl.sum(tl.exp2(_fma(z, _LOG2E, -new[:, None])), 1)
     return new, s, total, picked
@@ -178,7 +193,8 @@ def _logsumexp(
             row_picked += tl.sum(tl.where(exists & (column == target), z, 0.0), 0)
     # lse = top / log2(e) + ln(row_sum). The first term is two numbers, the rounded product and what it lacks.
     log_sum = tl.log(tl.where(limit > 0, row_sum, 1.0))
-    maximum = top * _LN2
+    # (A multiply-add of nothing: ptxas would merge a plain product into the sums below, which then do not add up.)
+    maximum = _fma(top, _LN2, 0.0)
     maximum_low = _fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
     lse = maximum + log_sum
     back = lse - maximum  # pyright: ignore[reportOperatorIssue]

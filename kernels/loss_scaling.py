@@ -22,7 +22,7 @@ def _row_weight_kernel(targets_ptr, weight_ptr, rows, ignore_index, BLOCK: tl.co
         mask = row < rows
         targets = tl.load(targets_ptr + row, mask=mask, other=0).to(tl.int64)
         count += (mask & (targets != ignore_index)).to(tl.int32)
-    tl.store(weight_ptr, 1.0 / tl.maximum(tl.sum(count, 0), 1).to(tl.float32))
+    tl.store(weight_ptr, tl.div_rn(1.0, tl.maximum(tl.sum(count, 0), 1).to(tl.float32)))
 
 
 @jit
