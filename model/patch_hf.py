@@ -22,7 +22,7 @@ from fuselm.kernels.attention.api import MAX_HEAD_DIM, MIN_HEAD_DIM, attention
 from fuselm.kernels.cross_entropy import cross_entropy
 from fuselm.kernels.decode_attention import decode_attention
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
-from fuselm.kernels.rms_norm import rms_norm
+from fuselm.kernels.rms_norm import add_rms_norm, rms_norm
 from fuselm.kernels.rope import rope
 from fuselm.kernels.swiglu import swiglu
 
@@ -77,10 +77,14 @@ def patch(model: Model, *, backend: Backend = "auto") -> Model:
             replaced.append((module, _norm_forward(backend)))
         elif kind == "LlamaMLP":
             replaced.append((module, _mlp_forward(backend)))
+        elif kind == "LlamaDecoderLayer" and _returns_tensor(type(module)):
+            replaced.append((module, _layer_forward(backend)))
         elif kind.startswith("Llama") and kind.endswith("Attention"):
             replaced.append((module, _attention_forward(type(module), config, backend)))
     for module, _ in replaced:
-        if "forward" in vars(module) and not _is_ours(module):
+        forward = vars(module).get("forward")
+        # transformers itself leaves the class's own method there after it has recorded hidden states.
+        if forward is not None and not _is_ours(module) and getattr(forward, "__func__", None) != type(module).forward:
             raise ValueError(
                 f"the {type(module).__name__} has a forward method that is not its class's: call fuselm.patch before "
                 "anything else that replaces it, such as accelerate's hooks"
@@ -149,6 +153,27 @@ def _mlp_forward(backend: Backend) -> Callable[..., torch.Tensor]:
         else:  # with a bias, or an adapter around them
             packed = torch.cat((gate(x), up(x)), dim=-1)
         return self.down_proj(swiglu(packed, backend=backend))
+
+    return forward
+
+
+def _returns_tensor(cls: type) -> bool:
+    """Whether a decoder layer of this version gives its hidden states alone; earlier ones give tuples of many forms."""
+    return inspect.signature(inspect.unwrap(cls.forward)).return_annotation in (torch.Tensor, "torch.Tensor")  # type: ignore[attr-defined]
+
+
+def _layer_forward(backend: Backend) -> Callable[..., torch.Tensor]:
+    """The layer with the addition of its attention part to the residual stream inside the second norm."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:  # by position, which only the class can name
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        norm = self.post_attention_layernorm
+        normed, residual = add_rms_norm(
+            attended, hidden_states, norm.weight, eps=norm.variance_epsilon, backend=backend
+        )
+        return residual + self.mlp(normed)
 
     return forward
 

@@ -136,6 +136,18 @@ def test_masks_positions_and_generation(batch):
             assert torch.equal(ours, plain)
 
 
+def test_hidden_states_are_those_of_before(batch):
+    """Also where transformers recorded some before, which leaves methods in the modules."""
+    model = make(num_hidden_layers=2).eval()
+    tokens, _ = batch
+    with torch.no_grad():
+        before = model(tokens, output_hidden_states=True).hidden_states
+        after = fuselm.patch(model)(tokens, output_hidden_states=True).hidden_states
+    assert len(before) == len(after) == 3
+    for ours, plain in zip(after, before, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
 def test_unpatch_gives_back_the_class_s_own(batch):
     model, other = make(), make()
     tokens, labels = batch
