@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from typing import Literal
 
 import torch
@@ -204,7 +205,7 @@ class Llama(nn.Module):
             positions: (batch, seq) or (seq,) for RoPE; by default 0, 1, ..., restarting with each document.
             cu_seqlens: (documents + 1,) int32 borders in the flattened batch · seq tokens; attention stays within
             documents.
-            max_seqlen: longest document, in tokens; a bound is enough, by default all tokens.
+            max_seqlen: longest document, in tokens; a bound is enough, by default all tokens. Only flash_attn reads it.
             cache: keys and values of the tokens before these, which give the positions; is appended to.
             logits_at: (batch,) int64, the place in `tokens` whose logits alone are wanted; all by default.
 
@@ -232,7 +233,11 @@ class Llama(nn.Module):
         if cu_seqlens is not None:
             if cache is not None:
                 raise ValueError("cu_seqlens and cache exclude each other: documents are packed in training only")
-            documents = DocumentMask(cu_seqlens, max_seqlen if max_seqlen is not None else batch * seq)
+            # Compiled blocks must not be compiled anew for each batch's number of documents and longest document.
+            exact = max_seqlen is not None and self.config.attention_backend == "flash_attn"
+            documents = DocumentMask(cu_seqlens, max_seqlen if exact else batch * seq)
+            if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+                dynamo.maybe_mark_dynamic(cu_seqlens, 0)
             if positions is None:
                 positions = document_positions(cu_seqlens, batch, seq)
         if cache is not None:
