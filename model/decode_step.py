@@ -79,19 +79,22 @@ class DecodeStep:
         if cache.length + 1 > cache.max_len:
             raise ValueError(f"the cache holds {cache.max_len} tokens and is full; make it with a larger max_len")
         self._tokens.copy_(tokens[:, None])
-        if not self._use_graph:
-            logits = self._run()
-        elif self._graph is not None:
-            self._graph.replay()
-            logits = self._logits
-        elif self._steps == 0:
-            logits = self._warm_up()
-        else:
-            self._record()
-            logits = self._logits
+        with torch.cuda.device_of(self._tokens):  # streams and graphs belong to the current device
+            logits = self._step()
         self._steps += 1
         cache.length += 1
         return logits
+
+    def _step(self) -> torch.Tensor:
+        if not self._use_graph:
+            return self._run()
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._steps == 0:
+            return self._warm_up()
+        else:
+            self._record()
+        return self._logits
 
     def _warm_up(self) -> torch.Tensor:
         """The first step compiles kernels and allocates workspaces, on a side stream as recording will."""

@@ -188,7 +188,8 @@ class FineTuning:
         self.validation = None if arguments.validation is None else self._feed(arguments.validation, together)[0]
         per_epoch = self.feed.stream.sequences_per_epoch / rows
         self.steps = arguments.steps or max(1, round(arguments.epochs * per_epoch))
-        world.together(lambda: require_memory(config, world))
+        if lora is None:  # it counts gradients and moments of all weights
+            world.together(lambda: require_memory(config, world))
         self.parallel = ParallelConfig(
             device=cast(Device, arguments.device),
             param_dtype=cast(Dtype, arguments.dtype),
