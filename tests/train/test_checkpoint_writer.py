@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from fuselm.train import checkpoint_writer, checkpointing
 from fuselm.train.checkpoint_writer import CheckpointWriter, Retention, delete_old
@@ -66,6 +67,30 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(writer, gate, make_
     fresh, optimizer = build(make_config(tmp_path, training__seed=9), world)
     load_checkpoint(outcome.folder, fresh, optimizer, world=world)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(fresh).items())
+
+
+def test_host_memory_that_is_kept_between_saves_holds_the_newest_state(
+    writer, monkeypatch, make_config, world, tmp_path
+):
+    """As on a GPU, whose copies go to pinned memory that is allocated once; a CPU has none to pin."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    writer._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    places = []
+    for step in (1, 2, 3):
+        before = weights_of(writer.model)
+        writer.save({"step": step})
+        with torch.no_grad():
+            for parameter in writer.model.parameters():
+                parameter.to_local().add_(1.0)
+        outcome = writer.outcome()
+        assert outcome.error is None
+        cache = writer._stager.state_dict_cache
+        assert cache is not None
+        places.append([tensor.to_local().data_ptr() for tensor in cache["model"].values()])
+        fresh, optimizer = build(make_config(tmp_path, training__seed=9), world)
+        load_checkpoint(outcome.folder, fresh, optimizer, world=world)
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(fresh).items())
+    assert places[0] == places[1] == places[2]
 
 
 def test_one_save_at_a_time(writer, gate):
