@@ -19,7 +19,8 @@ Both passes are bound by instructions unless they are lean, so:
 
 from __future__ import annotations
 
-from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
+from fuselm.kernels._triton import HAVE_TRITON, jit, tl
+from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, sum_of_vectors, tanh
 
 VECTOR_BYTES = 16
 
@@ -29,49 +30,6 @@ if HAVE_TRITON:
     _LN2 = tl.constexpr(0.6931471824645996)
     _LN2_LOW = tl.constexpr(7.348693209507928e-09)
     _LOWEST = tl.constexpr(-3.0e38)
-    _INTERPRET = tl.constexpr(INTERPRET)
-
-
-@jit
-def _fma(x, y, z):
-    if _INTERPRET:  # the interpreter's own rounds twice
-        return (x.to(tl.float64) * y + z).to(tl.float32)
-    return tl.fma(x, y, z)
-
-
-@jit
-def _plus(a, b):
-    return tl.fma(a, 1.0, b)
-
-
-@jit
-def _sum_of_vectors(x):
-    # Triton 3.6 has a pass that looks for sums which are added up in a loop, and fails on some of those here. It does
-    # not look for sums by a multiply-add.
-    if _INTERPRET:
-        return tl.sum(x, 1)
-    return tl.reduce(x, 1, _plus)
-
-
-@jit
-def _tanh(x):
-    # A polynomial near 0, where the quotient of exponentials cancels; both are right to about 2^-22.
-    a = tl.abs(x)
-    q = a * a
-    series = 0.1333256445 + q * (-0.05385029639 + q * (0.02106413707 + q * -0.006264367955))
-    near = a + a * q * (-0.333333168 + q * series)
-    e = tl.exp2(a * -2.8853900817779268)
-    t = tl.where(a < 0.5, near, (1.0 - e) / (1.0 + e))
-    return tl.where(x < 0, -t, t)
-
-
-@jit
-def _expm1_of_negative(x):
-    # exp(-x) - 1 for x >= 0, by its series where the difference would cancel
-    series = 1.0 - x * (1 / 6) * (1.0 - x * (1 / 7))
-    series = 1.0 - x * (1 / 4) * (1.0 - x * (1 / 5) * series)
-    series = 1.0 - x * (1 / 2) * (1.0 - x * (1 / 3) * series)
-    return tl.where(x < 0.3, -x * series, tl.exp2(-x * _LOG2E) - 1.0)
 
 
 @jit
@@ -105,7 +63,7 @@ def _ragged(head, vocab, VECTOR: tl.constexpr):
 @jit
 def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
-        z = softcap * _tanh(z * (1.0 / softcap))
+        z = softcap * tanh(z * (1.0 / softcap))
     return z
 
 
@@ -118,11 +76,11 @@ def _accumulate(
     if SOFTCAP:
         z = tl.where(mask, _capped(z, softcap, SOFTCAP), float("-inf"))
         # from here, as a second evaluation may round otherwise
-        picked += _sum_of_vectors(tl.where(mask & (column == target), z, 0.0))
+        picked += sum_of_vectors(tl.where(mask & (column == target), z, 0.0))
     if SMOOTHING:
-        total += _sum_of_vectors(tl.where(mask, z, 0.0))
+        total += sum_of_vectors(tl.where(mask, z, 0.0))
     new = tl.maximum(reference, tl.max(z, 1) * _LOG2E)
-    s = s * tl.exp2(reference - new) + tl.sum(tl.exp2(_fma(z, _LOG2E, -new[:, None])), 1)
+    s = s * tl.exp2(reference - new) + tl.sum(tl.exp2(fma(z, _LOG2E, -new[:, None])), 1)
     return new, s, total, picked
 
 
@@ -185,7 +143,7 @@ def _logsumexp(
         z = tl.load(logits + column, mask=exists, other=float("-inf")).to(tl.float32)
         z = tl.where(exists, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
         new = tl.maximum(top, tl.max(z, 0) * _LOG2E)
-        row_sum = row_sum * tl.exp2(top - new) + tl.sum(tl.exp2(_fma(z, _LOG2E, -new)), 0)
+        row_sum = row_sum * tl.exp2(top - new) + tl.sum(tl.exp2(fma(z, _LOG2E, -new)), 0)
         top = new
         if HAS_SMOOTHING:
             row_total += tl.sum(tl.where(exists, z, 0.0), 0)
@@ -194,8 +152,8 @@ def _logsumexp(
     # lse = top / log2(e) + ln(row_sum). The first term is two numbers, the rounded product and what it lacks.
     log_sum = tl.log(tl.where(limit > 0, row_sum, 1.0))
     # (A multiply-add of nothing: ptxas would merge a plain product into the sums below, which then do not add up.)
-    maximum = _fma(top, _LN2, 0.0)
-    maximum_low = _fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
+    maximum = fma(top, _LN2, 0.0)
+    maximum_low = fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
     lse = maximum + log_sum
     back = lse - maximum  # pyright: ignore[reportOperatorIssue]
     lse_low = ((maximum - (lse - back)) + (log_sum - back)) + maximum_low
@@ -209,9 +167,9 @@ def _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING: tl.const
     # factor · 2^(z · log2(e) - reference) - uniform, times dz/dx
     t = 0.0
     if HAS_SOFTCAP:
-        t = _tanh(z * (1.0 / softcap))
+        t = tanh(z * (1.0 / softcap))
         z = softcap * t
-    d = tl.exp2(_fma(z, _LOG2E, -reference)) * factor
+    d = tl.exp2(fma(z, _LOG2E, -reference)) * factor
     if HAS_SMOOTHING:
         d -= uniform
     if HAS_SOFTCAP:
@@ -266,7 +224,7 @@ def _write_gradient(
     else:
         # p = 2^(z · log2(e) - reference - low): the reference is a rounded number, what it lacks goes into the factor
         reference = lse * _LOG2E
-        low = _fma(lse, _LOG2E, -reference) + lse_low * _LOG2E
+        low = fma(lse, _LOG2E, -reference) + lse_low * _LOG2E
         low = tl.where(tl.abs(lse) < float("inf"), low, 0.0)
         p_factor = scale * (2.0 * z_loss * lse) + grad_lse
         factor = (scale + p_factor) * tl.exp2(-low)
@@ -292,11 +250,11 @@ def _write_gradient(
         # p - 1 is small beside p where the model is confident: from the loss, which keeps its digits there
         slope = 1.0
         if HAS_SOFTCAP:
-            t = _tanh(x_target * (1.0 / softcap))
+            t = tanh(x_target * (1.0 / softcap))
             x_target = softcap * t
             slope = 1.0 - t * t
         nll = (lse - x_target) + lse_low
-        p_minus_one = _expm1_of_negative(tl.where(nll < 0.0, 0.0, nll))
+        p_minus_one = expm1_of_negative(tl.where(nll < 0.0, 0.0, nll))
         smoothing = label_smoothing - label_smoothing / classes
         d_target = (scale * (p_minus_one + smoothing) + (1.0 + p_minus_one) * p_factor) * slope
         tl.debug_barrier()  # after the vector that holds the target's element

@@ -131,7 +131,10 @@ def test_the_wheel_carries_the_bundled_text(wheel_python, tmp_path):
     assert _python(code, python=wheel_python, cwd=tmp_path).split()[-2:] == ["True", "True"]
 
 
-@pytest.mark.parametrize("script", ["fuselm-pretrain", "fuselm-prepare-data", "fuselm-sample", "fuselm-checkpoints"])
+SCRIPTS = ["pretrain", "prepare-data", "sample", "checkpoints", "watch", "finetune", "chat"]
+
+
+@pytest.mark.parametrize("script", [f"fuselm-{name}" for name in SCRIPTS])
 def test_console_scripts_of_the_wheel(wheel_python, script, tmp_path):
     done = subprocess.run(
         [Path(wheel_python).parent / script, "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -122,6 +123,9 @@ def temporary_folder(run: Path) -> Iterator[Path]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        compiler: Any = sys.modules.get("torch._inductor.async_compile")
+        if compiler is not None:  # its processes outlive the run, and would go on to write there
+            compiler.shutdown_compile_workers()
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another rank is still there
             folder.parent.rmdir()

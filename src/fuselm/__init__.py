@@ -23,6 +23,8 @@ _PUBLIC = {
     "swiglu": "fuselm.kernels.swiglu",
     "cross_entropy": "fuselm.kernels.cross_entropy",
     "linear_cross_entropy": "fuselm.kernels.linear_cross_entropy",
+    "vocab_parallel_cross_entropy": "fuselm.kernels.vocab_parallel",
+    "vocab_parallel_linear_cross_entropy": "fuselm.kernels.vocab_parallel_linear",
     "attention": "fuselm.kernels.attention.api",
     "decode_attention": "fuselm.kernels.decode_attention",
     "AdamW": "fuselm.kernels.adamw",
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
     from fuselm.kernels.rope import rope as rope
     from fuselm.kernels.rope import rope_qkv as rope_qkv
     from fuselm.kernels.swiglu import swiglu as swiglu
+    from fuselm.kernels.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from fuselm.kernels.vocab_parallel_linear import (
+        vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+    )
     from fuselm.model.config import LlamaConfig as LlamaConfig
     from fuselm.model.generate import generate as generate
     from fuselm.model.llama import Llama as Llama
@@ -69,6 +75,8 @@ __all__ = [
     "rope_qkv",
     "swiglu",
     "unpatch",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 

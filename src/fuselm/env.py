@@ -15,7 +15,18 @@ from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, explain_backend
 from fuselm.kernels.attention.api import explain_kernel
 from fuselm.model.flops import device_peak_flops
 
-OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "cross_entropy", "linear_cross_entropy", "AdamW")
+OPS = (
+    "rms_norm",
+    "add_rms_norm",
+    "rope",
+    "rope_qkv",
+    "qk_norm_rope",
+    "swiglu",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "decode_attention",
+    "AdamW",
+)
 PACKAGES = ("torch", "triton", "numpy", "einops", "tokenizers", "tyro", "flash-attn", "liger-kernel", "transformers")
 
 

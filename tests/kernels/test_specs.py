@@ -19,7 +19,11 @@ from fuselm.kernels.specs.base import KernelSpec
 from fuselm.kernels.specs.registry import SPECS
 
 TRITON_VERSION = [int(part) for part in importlib.metadata.version("triton").split(".")[:2]] if HAVE_TRITON else [0, 0]
-# Bytes that older compilers spill beyond 64, measured with 3.6 for sm_90; 3.8 keeps the same kernel at 56.
+# Bytes of spill stores and loads. 64 for most. The Hopper attention kernels were seen with at most 144 forward (head_dim
+# 128, outside the loops that multiply) and 280 backward (head_dim 64, some of it in the hot loop), with 3.6 and 3.8; one
+# portable kernel with 80 under 3.6, which 3.8 keeps at 56.
+SPILLS = 64
+KNOWN_SPILLS = {"_hopper_forward_kernel": 160, "_hopper_backward_kernel": 320}
 KNOWN_SPILLS_BEFORE_3_8 = {"_attention_key_value_kernel": 80}
 WORKER = Path(__file__).with_name("aot_worker.py")
 
@@ -251,5 +255,5 @@ def test_compiles_ahead_of_time(arch):
         assert len(kernels) >= 2, f"{name}: forward and backward should both have compiled, got {kernels}"
         for kernel in kernels:
             assert not kernel["warnings"], kernel
-            known = KNOWN_SPILLS_BEFORE_3_8.get(kernel["name"], 64) if TRITON_VERSION < [3, 8] else 64
-            assert kernel["spill_bytes"] <= known, kernel
+            known = KNOWN_SPILLS | (KNOWN_SPILLS_BEFORE_3_8 if TRITON_VERSION < [3, 8] else {})
+            assert kernel["spill_bytes"] <= known.get(kernel["name"], SPILLS), kernel
