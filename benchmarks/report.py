@@ -79,11 +79,11 @@ def markdown(results: list[dict[str, Any]]) -> str:
         recompiled = sum(run["recompilations_after_step_2"] for run in result["runs"])
         note = f" {result['note']}" if result["note"] else ""
         steps = f"{result['steps']} steps, {recompiled} recompilations after step 2"
-        lines.append(f"- {result['preset']}: {steps}.{note}")
+        lines.append(f"- {result['preset']}: {steps}, commit {result['environment']['commit']}.{note}")
     facts = results[0]["environment"]
     lines += [
         "",
-        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}; medians and "
+        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}; medians and "
         f"differences are over the steps after the tenth. {MFU_FORMULA}.",
     ]
     return "\n".join(lines) + "\n"
