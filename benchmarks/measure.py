@@ -247,7 +247,7 @@ class RowRun:
 
     def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
         try:
-            # Without it a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
+            # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
             timings = interleaved(
                 functions, self.device, result.rounds, hide_launch=True, resets=self._resets(functions), warmup=1
             )

@@ -62,6 +62,9 @@ class DataConfig:
     document_mask: bool = False
     """Keep packed documents apart: attention does not cross their borders."""
 
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """concatenate cuts the running text into rows; best_fit lays whole documents into rows and needs document_mask."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -270,6 +273,8 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
         raise UserError(
             f"guard.min_history is {config.guard.min_history}: it must be at most guard.window, {config.guard.window}"
         )
+    if config.data.packing == "best_fit" and not config.data.document_mask:
+        raise UserError("data.packing is best_fit, which needs data.document_mask: pass --data.document_mask True")
     if not config.checkpoint.resume:
         raise UserError("checkpoint.resume is empty: it is auto, never, or a path")
     if training.seq_len > config.model.max_seq_len:

@@ -10,10 +10,13 @@ from fuselm.train.data_stream import DataStream, TokenDataset
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
 from fuselm.train.evaluation import Feed
+from fuselm.train.packing import PackedStream, PrefetchingFeed
 
 
-def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Feed, Feed | None]:
+def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, PrefetchingFeed, Feed | None]:
     """The training split, and how this rank reads the training and the validation split; all ranks together.
+
+    The training feed makes its batches ahead, in a thread; close it in the end.
 
     Raises:
         AgreedError: the data cannot be read or does not fit the model.
@@ -27,7 +30,8 @@ def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Feed, F
             world.together(lambda turn=turn: prepare_bundled(bundled, config.data.vocab_size) if turn else None)
 
     def feed(dataset: TokenDataset, shuffle: bool) -> Feed:
-        stream = DataStream(
+        kind = PackedStream if shuffle and config.data.packing == "best_fit" else DataStream
+        stream = kind(
             dataset,
             seq_len=config.training.seq_len,
             global_batch_size=config.training.global_batch_size,
@@ -36,7 +40,7 @@ def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Feed, F
         )
         return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
 
-    def open_both() -> tuple[TokenDataset, Feed, Feed | None]:
+    def open_both() -> tuple[TokenDataset, PrefetchingFeed, Feed | None]:
         training = TokenDataset.open(path, "train")
         validation = TokenDataset.open(path, "validation") if config.evaluation.batches else None
         if training.vocab_size > config.model.vocab_size:
@@ -44,7 +48,8 @@ def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Feed, F
                 f"the data in {path} has a vocabulary of {training.vocab_size}, but model.vocab_size is "
                 f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
             )
-        return training, feed(training, True), None if validation is None else feed(validation, False)
+        ahead = PrefetchingFeed(feed(training, True))
+        return training, ahead, None if validation is None else feed(validation, False)
 
     return world.together(open_both)
 
@@ -56,6 +61,7 @@ def data_position(config: TrainConfig, dataset: TokenDataset) -> dict[str, Any]:
         "training.global_batch_size": training.global_batch_size,
         "training.seq_len": training.seq_len,
         "training.seed": training.seed,
+        "data.packing": config.data.packing,
         "tokenizer": dataset.tokenizer_hash,
         "tokens of the training data": dataset.num_tokens,
     }

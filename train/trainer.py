@@ -211,6 +211,7 @@ class Trainer:
             self.events.add("stop", self.progress.step, str(error))
             raise
         finally:
+            self.training.close()
             self.writer.close()
             self.reporter.close()
             self.events.close()
