@@ -54,11 +54,12 @@ def attend(
             cu_seqlens_k=documents.cu_seqlens,
             max_seqlen_q=documents.max_seqlen,
             max_seqlen_k=documents.max_seqlen,
+            deterministic=config.deterministic_attention,
             backend="triton" if use_kernels else "reference",
         )
         return packed.view(q.shape)
     if use_kernels:
-        return attention(q, k, v, causal=True, backend="triton")
+        return attention(q, k, v, causal=True, deterministic=config.deterministic_attention, backend="triton")
     if config.attention_backend == "cudnn":
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return _sdpa(q, k, v)

@@ -67,6 +67,9 @@ class LlamaConfig:
     attention_backend: AttentionBackend = "fuselm"
     """fuselm (our kernels; PyTorch's SDPA where they cannot run), sdpa, cudnn (SDPA held to cuDNN), flash_attn (if
     installed)."""
+    deterministic_attention: bool = False
+    """The same bits in every run from fuselm's attention. Only its Hopper kernels need to be asked: they sum dQ in no
+    fixed order; this takes the slower portable backward pass."""
     kernels: Kernels = "auto"
     """auto: Triton where it can run; triton: an error where it cannot; eager: plain PyTorch everywhere, attention by
     SDPA."""
