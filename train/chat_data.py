@@ -164,11 +164,17 @@ class ChatTemplate:
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it divides by zero, recurses, asks for too long a range
             raise UserError(f"the chat template refuses these messages: {error}") from error
 
     def _check(self, messages: Sequence[Message]) -> None:
         for message in messages:
+            lone = re.search(r"[\ud800-\udfff]", message["content"])
+            if lone is not None:  # half of a pair, which JSON can write and UTF-8 cannot
+                raise UserError(
+                    f"a message of role {message['role']} holds {lone[0]!a} at character {lone.start() + 1}, half of a "
+                    "character: the text was cut in the middle of one, or read in the wrong encoding"
+                )
             found = next((token for token in self.special if token in message["content"]), None)
             if found is not None:
                 raise UserError(
@@ -180,7 +186,7 @@ class ChatTemplate:
         """The tokens up to where the assistant's next answer begins.
 
         Raises:
-            UserError: the template refuses the messages, or one holds a special token.
+            UserError: the template refuses the messages, or one holds a special token or half of a character.
         """
         self._check(messages)
         return self.tokenizer.encode(self.render(messages, ask=True), add_special_tokens=False).ids
@@ -230,7 +236,7 @@ def read_conversations(path: Path) -> list[list[Message]]:
     """
     conversations = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # some editors put a byte-order mark first
             for number, line in enumerate(file, 1):
                 if line.strip():
                     conversations.append(_conversation(line, f"{path}:{number}"))
@@ -246,7 +252,7 @@ def read_conversations(path: Path) -> list[list[Message]]:
 def _conversation(line: str, where: str) -> list[Message]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deep
         raise UserError(f"{where} is not JSON: {error}") from error
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -275,9 +281,10 @@ class ChatStream:
         seq_len: places of a row.
         global_batch_size: rows a step, over all ranks and micro-steps.
         seed: of the order.
+        whole_steps: add empty rows, so that an epoch is whole steps and each conversation is in exactly one of them.
 
     Attributes:
-        sequences_per_epoch: rows.
+        sequences_per_epoch: rows, with the empty ones.
         cut: conversations that were cut off.
         dropped: those of which no answer was left.
 
@@ -285,7 +292,15 @@ class ChatStream:
         UserError: no answer is left at all.
     """
 
-    def __init__(self, conversations: Sequence[Encoded], *, seq_len: int, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        conversations: Sequence[Encoded],
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        seed: int,
+        whole_steps: bool = False,
+    ) -> None:
         self.seq_len, self.global_batch_size, self.seed = seq_len, global_batch_size, seed
         self.cut = sum(len(c.ids) > seq_len + 1 for c in conversations)
         kept = [c for c in conversations if c.answers[1 : seq_len + 1].any()]
@@ -294,6 +309,8 @@ class ChatStream:
             raise UserError(f"no answer of {len(conversations)} conversations lies within the first {seq_len} tokens")
         lengths = np.asarray([min(len(c.ids) - 1, seq_len) for c in kept])
         rows, self.sequences_per_epoch = best_fit(lengths, seq_len)
+        if whole_steps:
+            self.sequences_per_epoch += -self.sequences_per_epoch % global_batch_size
         self._tokens = np.zeros((self.sequences_per_epoch, seq_len), np.int32)
         self._targets = np.full((self.sequences_per_epoch, seq_len), IGNORE_INDEX, np.int32)
         self._borders: list[list[int]] = [[0] for _ in range(self.sequences_per_epoch)]

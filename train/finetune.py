@@ -119,6 +119,11 @@ def check(arguments: Arguments) -> LoRAConfig | None:
     for name in ("epochs", "max_grad_norm"):
         if not getattr(arguments, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be above 0")
+    for name in ("lr", "epochs", "weight_decay"):
+        if not 0 <= getattr(arguments, name) < float("inf"):
+            raise UserError(
+                f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be finite and not below 0"
+            )
     if not 0 <= arguments.warmup <= 1:
         raise UserError(f"--warmup is {arguments.warmup}: it must be from 0 to 1")
     for name, choices in (("device", Device), ("dtype", Dtype), ("recompute", Recompute)):
@@ -185,7 +190,9 @@ class FineTuning:
                 f"{arguments.micro_batch_size} = {together}"
             )
         self.feed, self.learnt = self._feed(arguments.data, rows)
-        self.validation = None if arguments.validation is None else self._feed(arguments.validation, together)[0]
+        self.validation = None
+        if arguments.validation is not None:
+            self.validation, _ = self._feed(arguments.validation, together, whole_steps=True)
         per_epoch = self.feed.stream.sequences_per_epoch / rows
         self.steps = arguments.steps or max(1, round(arguments.epochs * per_epoch))
         if lora is None:  # it counts gradients and moments of all weights
@@ -217,13 +224,15 @@ class FineTuning:
         logging = LoggingConfig(tensorboard=False, plot=False)
         self.reporter = Reporter(self.run if world.is_main else None, logging, total_steps=self.steps, start_step=0)
 
-    def _feed(self, path: Path, rows: int) -> tuple[Feed, int]:
-        """The packed rows of a file, and how many of its tokens are answers."""
+    def _feed(self, path: Path, rows: int, *, whole_steps: bool = False) -> tuple[Feed, int]:
+        """The packed rows of a file, and how many of its tokens are answers; see ChatStream for `whole_steps`."""
         arguments, world = self.arguments, self.world
 
         def read() -> tuple[ChatStream, int]:
             encoded = encode(path, self.template)
-            stream = ChatStream(encoded, seq_len=self.seq_len, global_batch_size=rows, seed=arguments.seed)
+            stream = ChatStream(
+                encoded, seq_len=self.seq_len, global_batch_size=rows, seed=arguments.seed, whole_steps=whole_steps
+            )
             return stream, sum(int(c.answers.sum()) for c in encoded)
 
         stream, answers = world.together(read)
@@ -286,7 +295,7 @@ class FineTuning:
 
     def _validate(self, when: str, step: int) -> None:
         if self.validation is not None:
-            batches = -(-self.validation.stream.sequences_per_epoch // self.validation.stream.global_batch_size)
+            batches = self.validation.stream.sequences_per_epoch // self.validation.stream.global_batch_size
             loss, tokens = evaluate(self.model, self.validation, batches)
             self.losses[f"Validation loss {when}"] = loss
             self.reporter.validation(step, loss, tokens)

@@ -128,9 +128,43 @@ def test_wrong_templates_and_messages_are_named(make):
 
 
 @pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages[7]['content'] }}", "no element 7"),
+        ("{{ messages[0]['content'].nosuch() }}", "nosuch"),
+    ],
+)
+def test_a_template_that_fails_as_a_program_is_named(make, source, reason):
+    with pytest.raises(UserError, match=f"refuses these messages: .*{reason}"):
+        make(source)
+
+
+@pytest.mark.parametrize("half", ["\ud83d", "\ude00"])
+def test_half_a_character_is_named(make, half, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": f"ab{half}"}, TALK[4]]}))
+    (talk,) = read_conversations(path)
+    for attempt in (make(CHATML).encode, make(CHATML).prompt):
+        with pytest.raises(UserError, match=rf"role user holds '\\u{ord(half):x}' at character 3, half of a character"):
+            attempt(talk)
+    talk[0]["content"] = json.loads('"ab\\ud83d\\ude00"')  # both halves
+    assert make(CHATML).encode(talk).answers.any()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n", encoding="utf-8-sig")
+    assert read_conversations(path) == [TALK]
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("\n\n", "has no conversations"),
+        ("[" * 100_000, ":1 is not JSON: maximum recursion depth"),
         ("{", ":1 is not JSON"),
         ('\n{"text": "a"}', ":2 has no list of messages: expected"),
         ('{"messages": []}', ":1 has no list of messages"),
@@ -198,3 +232,17 @@ def test_every_epoch_takes_every_row_once_on_any_number_of_ranks():
             for t in firsts(step, rank=rank, world_size=2, micro_step=micro, accumulation=2)
         ]
         assert split == seen[4 * step : 4 * step + 4]
+
+
+@pytest.mark.parametrize("conversations", [1, 4, 5, 7])
+def test_with_whole_steps_an_epoch_has_each_conversation_once(conversations):
+    talks = [encoded(9, [8], 10 * i) for i in range(conversations)]
+    stream = ChatStream(talks, seq_len=8, global_batch_size=4, seed=3, whole_steps=True)
+    steps, rest = divmod(stream.sequences_per_epoch, 4)
+    assert rest == 0 and steps == -(-conversations // 4)
+    learned = []
+    for step in range(steps):
+        batch = stream.batch(step, rank=0, world_size=1)
+        assert batch.cu_seqlens is not None and batch.cu_seqlens[-1] == 32
+        learned += batch.targets[batch.targets != -100].tolist()
+    assert sorted(learned) == [10 * i + 8 for i in range(conversations)]

@@ -94,6 +94,22 @@ def test_answers_become_those_of_the_data(base: Path, tuned: Path) -> None:
     assert names == {"model", "metrics.jsonl", "finetune.json", "tokenizer.json", "tokenizer_config.json"}
 
 
+def test_validation_counts_every_conversation_once(base: Path, tmp_path: Path, world, losses_of) -> None:
+    """Three rows of a batch of two, then one that fills up with empty ones: loss as of each conversation alone."""
+    data = write(tmp_path / "facts.jsonl", FACTS)
+    losses = {}
+    for rows in (1, 2, 3):
+        arguments = finetune.Arguments(
+            base, data, name=f"by{rows}", runs=tmp_path, validation=data, device="cpu", dtype="float32",
+            seq_len=24, micro_batch_size=rows, steps=1, lr=0.0,
+        )  # fmt: skip
+        run = finetune.FineTuning(arguments, None, world)
+        run.train(StopSignal())
+        losses[rows] = run.losses["Validation loss after"]
+        assert run.validation is not None and run.validation.stream.sequences_per_epoch % rows == 0
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6) and losses[3] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_transformers_gives_the_same_answer(tuned: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -175,6 +191,10 @@ def test_a_run_that_is_asked_to_stop_writes_its_model(base: Path, tmp_path: Path
     [
         (["--lr", "-1"], "--lr is -1.0: it must be at least 0"),
         (["--epochs", "0"], "--epochs is 0.0: it must be above 0"),
+        (["--epochs", "inf"], "--epochs is inf: it must be finite"),
+        (["--lr", "inf"], "--lr is inf: it must be finite"),
+        (["--weight-decay", "-1"], "--weight-decay is -1.0: it must be finite and not below 0"),
+        (["--weight-decay", "nan"], "--weight-decay is nan: it must be finite"),
         (["--warmup", "2"], "--warmup is 2.0: it must be from 0 to 1"),
         (["--dtype", "half"], "--dtype is 'half': it must be one of bfloat16, float32"),
         (["--name", "a/b"], "--name is 'a/b': it must be the name of a folder"),
