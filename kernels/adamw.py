@@ -8,7 +8,7 @@ With n the norm over all gradients of all groups and processes, c = min(1, max_g
 
 which is torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW in one. Gradients are read, never written. If n is not
 finite, nothing of this happens: parameters, moments and step counters stay as they are, on every process, and
-`skipped_steps` goes up.
+`skipped_steps` goes up. So it is at a `veto`.
 
 Bytes that must move, everything in fp32: p, g, m, v in, p, m, v out, 28 a parameter, and 4 to read g for the norm. bf16
 parameters and gradients with fp32 moments and master: 28 (g 2, m, v, master 4 in; p 2, m, v, master 4 out) and 2.
@@ -52,6 +52,7 @@ from fuselm.kernels.adamw_sharding import NormReduction, is_dtensor, like, local
 from fuselm.kernels.adamw_slots import Slot, check_copies, misfit
 from fuselm.kernels.adamw_step import KERNEL_DTYPES, TritonStep
 from fuselm.kernels.adamw_tables import Entry, Hyper
+from fuselm.kernels.adamw_veto import Veto
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -145,8 +146,14 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         grad_norm: () fp32 on the parameters' device: the norm that the last step saw, before clipping, over all
             groups and processes. Each step makes a new tensor; 0 before the first.
-        skipped_steps: () int64 on the parameters' device: steps not taken because the norm was not finite.
+        skipped_steps: () int64 on the parameters' device: steps not taken: the norm was not finite, or a veto.
         max_grad_norm: may be changed between steps.
+        veto: None, or a function that decides on each step once its norm is known, set at any time. Every step calls
+            it once, after the norm's all-reduce, with the norm before clipping: a new () fp64 tensor on the parameters'
+            device, NaN where a rank's gradient is not finite. It returns a () bool tensor on that device, on every rank
+            the same: True, and the step changes nothing but skipped_steps; grad_norm says the norm all the same. The
+            host waits for none of it; a captured graph contains what it does. Pickles and deep copies go
+            without. It costs two launches, one where parameters are sharded.
 
     Raises:
         ValueError: an argument out of range (it is named), a parameter given twice, parameters on several devices,
@@ -156,6 +163,7 @@ class AdamW(torch.optim.Optimizer):
 
     grad_norm: torch.Tensor
     skipped_steps: torch.Tensor
+    veto: Veto | None = None
 
     def __init__(
         self,
@@ -272,7 +280,8 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a sparse gradient; state to be initialised, or sizes that changed, under graph capture.
-            ValueError: a partial DTensor gradient; state that does not fit its parameter.
+            ValueError: a partial DTensor gradient; state that does not fit its parameter; what a veto returned.
+            TypeError: what a veto returned is no bool tensor.
         """
         loss = None
         if closure is not None:
@@ -303,6 +312,7 @@ class AdamW(torch.optim.Optimizer):
             [_hyper(group, device) for group in self.param_groups],
             num_classes=self._reduction.num_classes,
             all_reduce=self._reduction.all_reduce if self._reduction.groups else None,
+            veto=self.veto,
             max_grad_norm=limit,
             grad_norm=self.grad_norm,
             skipped_steps=self.skipped_steps,

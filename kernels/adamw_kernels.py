@@ -76,29 +76,48 @@ def class_sums_kernel(partials, bounds, sums, num_classes, BLOCK: tl.constexpr):
 
 
 @jit
+def _total(sums, num_classes):
+    """Σ sums[:num_classes], and how many ranks saw a sum that is not finite."""
+    total = tl.full((), 0.0, tl.float64)
+    for k in range(num_classes):
+        total += tl.load(sums + k)
+    return total, tl.load(sums + num_classes)
+
+
+@jit
+def norm_kernel(sums, num_classes, norm_ptr):
+    """norm: () fp64, what a veto is asked about; NaN where it is not finite on any rank."""
+    total, broken = _total(sums, num_classes)
+    fine = (tl.abs(total) < float("inf")) & (broken == 0.0)
+    tl.store(norm_ptr, tl.where(fine, tl.sqrt(total), float("nan")))
+
+
+# A veto's answer may be an element of a larger tensor: wherever it lies, the same kernel.
+@jit(do_not_specialize=["veto"])
 def finish_kernel(
-    partials, bounds, sums, num_classes, table, num_tensors, scalars, keys, control, norm_ptr, skipped, max_norm,
-    REDUCED: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr, RECORD: tl.constexpr,
-    HYPER: tl.constexpr,
+    partials, bounds, sums, num_classes, table, num_tensors, scalars, keys, control, norm_ptr, skipped, veto, max_norm,
+    REDUCED: tl.constexpr, VETO: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    RECORD: tl.constexpr, HYPER: tl.constexpr,
 ):  # fmt: skip
     """The norm, control = (clip factor, 1 to step or 0 to skip), and for every tensor step += 1 and what the update
     needs: scalars (num_tensors, 8) fp32: lr / (1 - β1^t), 1 / √(1 - β2^t), lr λ, 1 - β1, 1 - β2, ε; keys
     (num_tensors, 2) uint32.
 
-    REDUCED: class sums have gone through all_reduce; otherwise this program adds up the partial sums itself."""
+    REDUCED: class sums exist (and have gone through all_reduce); otherwise this program adds up the partial sums
+    itself. VETO: `veto` is one uint8, not 0 where the step must not be taken; otherwise any pointer."""
     if REDUCED:
-        total = tl.full((), 0.0, tl.float64)
-        for k in range(num_classes):
-            total += tl.load(sums + k)
-        broken = tl.load(sums + num_classes)
+        total, broken = _total(sums, num_classes)
     else:
         total = _sum(partials, 0, tl.load(bounds + num_classes), SUM_BLOCK)
         broken = tl.full((), 0.0, tl.float64)
     finite = tl.abs(total) < float("inf")
-    go = finite & (broken == 0.0)
+    fine = finite & (broken == 0.0)
     # A rank whose own sum is finite but whose peers' is not still reports a norm that is not finite.
-    norm = tl.where(go | (finite == 0), tl.sqrt(total).to(tl.float32), float("nan"))
+    norm = tl.where(fine | (finite == 0), tl.sqrt(total).to(tl.float32), float("nan"))
     tl.store(norm_ptr, norm)
+    go = fine
+    if VETO:
+        go = fine & (tl.load(veto) == 0)
     tl.store(control, tl.minimum(tl.div_rn(tl.cast(max_norm, tl.float32), norm + 1e-6), 1.0))
     tl.store(control + 1, go.to(tl.float32))
     tl.store(skipped, tl.load(skipped) + 1 - go.to(tl.int64))

@@ -10,6 +10,7 @@ import torch
 from fuselm.kernels._triton import compute_dtype
 from fuselm.kernels.adamw_rounding import random_words, round_stochastically
 from fuselm.kernels.adamw_tables import Entry, Hyper
+from fuselm.kernels.adamw_veto import Veto, ask
 
 
 def adamw_reference(
@@ -70,6 +71,7 @@ def reference_step(
     *,
     num_classes: int,
     all_reduce: Callable[[torch.Tensor], None] | None,
+    veto: Veto | None,
     max_grad_norm: float,
     grad_norm: torch.Tensor,
     skipped_steps: torch.Tensor,
@@ -88,8 +90,10 @@ def reference_step(
     if all_reduce is not None:
         all_reduce(sums)
     total = sums[:num_classes].sum()
-    go = total.isfinite() & (sums[num_classes] == 0)
-    norm = torch.where(go | ~total.isfinite(), total.sqrt(), math.nan)
+    go = fine = total.isfinite() & (sums[num_classes] == 0)
+    if veto is not None:
+        go = fine & ~ask(veto, torch.where(fine, total.sqrt(), math.nan))
+    norm = torch.where(fine | ~total.isfinite(), total.sqrt(), math.nan)
     grad_norm.copy_(norm)
     skipped_steps.add_(~go)
     host = grad_norm.device.type == "cpu"

@@ -5,6 +5,7 @@
     update     one program a chunk; one launch for each combination of dtypes
 
 Where parameters are sharded, `finish` comes in two: class sums (see adamw_sharding.py), their all-reduce, the rest.
+With a veto it comes in two as well, and between them one more launch makes the norm that the veto is asked about.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from typing import Any
 import torch
 
 from fuselm.kernels._triton import tl
-from fuselm.kernels.adamw_kernels import adamw_kernel, class_sums_kernel, finish_kernel, squares_kernel
+from fuselm.kernels.adamw_kernels import (
+    adamw_kernel,
+    class_sums_kernel,
+    finish_kernel,
+    norm_kernel,
+    squares_kernel,
+)
 from fuselm.kernels.adamw_tables import HYPER, RECORD, Entry, Hyper, Plan
+from fuselm.kernels.adamw_veto import Veto, ask
 from fuselm.kernels.launch.adamw import FINISH_BLOCK, FINISH_WARPS, SUM_BLOCK, norm_launch, step_launch
 
 _TL_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -57,6 +65,7 @@ class TritonStep:
         *,
         num_classes: int,
         all_reduce: Callable[[torch.Tensor], None] | None,
+        veto: Veto | None,
         max_grad_norm: float,
         grad_norm: torch.Tensor,
         skipped_steps: torch.Tensor,
@@ -71,13 +80,15 @@ class TritonStep:
             hypers: by group.
             num_classes: classes that entries' shard_class counts.
             all_reduce: adds up the (num_classes + 1,) fp64 class sums over processes, in place; None: one process.
+            veto: see AdamW; asked once, behind all_reduce.
             max_grad_norm: inf where nothing is clipped.
             grad_norm: () fp32, written.
-            skipped_steps: () int64, goes up by one if the norm is not finite.
+            skipped_steps: () int64, goes up by one if the norm is not finite, or at a veto.
             stochastic: whether bf16 parameters and moments are rounded stochastically.
 
         Raises:
             RuntimeError: sizes or dtypes changed under CUDA graph capture.
+            TypeError, ValueError: what the veto returns is not a () bool tensor on the device.
         """
         device = grad_norm.device
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -85,16 +96,22 @@ class TritonStep:
         plan.send([g.data_ptr() for g in grads], hypers, self.kept)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             launch_norm(plan)
-            if all_reduce is not None:
+            reduced, refused = all_reduce is not None or veto is not None, None
+            if reduced:
                 class_sums_kernel[(1,)](
                     plan.partials, plan.bounds, plan.sums, plan.num_classes, BLOCK=SUM_BLOCK, num_warps=FINISH_WARPS
                 )
+            if all_reduce is not None:
                 all_reduce(plan.sums)
+            if veto is not None:
+                norm = torch.empty((), dtype=torch.float64, device=device)
+                norm_kernel[(1,)](plan.sums, plan.num_classes, norm, num_warps=1)
+                refused = ask(veto, norm).view(torch.uint8)
             finish_kernel[(1,)](
                 plan.partials, plan.bounds, plan.sums, plan.num_classes, plan.table, plan.num_tensors, plan.scalars,
-                plan.keys, plan.control, grad_norm, skipped_steps, float(max_grad_norm),
-                REDUCED=all_reduce is not None, ROUND=stochastic, BLOCK=FINISH_BLOCK, SUM_BLOCK=SUM_BLOCK,
-                RECORD=RECORD, HYPER=HYPER, num_warps=FINISH_WARPS,
+                plan.keys, plan.control, grad_norm, skipped_steps, plan.control if refused is None else refused,
+                float(max_grad_norm), REDUCED=reduced, VETO=refused is not None, ROUND=stochastic, BLOCK=FINISH_BLOCK,
+                SUM_BLOCK=SUM_BLOCK, RECORD=RECORD, HYPER=HYPER, num_warps=FINISH_WARPS,
             )  # fmt: skip
             launch_step(plan, stochastic)
         for destination, source in copies:

@@ -9,44 +9,25 @@ MAD (median absolute deviation) over the last finite steps, it is a spike when
 spikes themselves (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013). The floor keeps a very smooth curve from making
 every wiggle a spike.
 
-The norm is known inside the optimizer's step only, between its reduction and its update, so `Guard.judge` hangs there:
-it adds to the number of ranks that found their gradient broken, and the optimizer leaves everything as it is. The host
-reads the numbers one step later and never waits for a step that it has just queued.
+The norm is known inside the optimizer's step only, between its reduction and its update, where `Guard.judge` is
+the optimizer's veto: where it says so, the optimizer leaves everything as it is. The host reads the numbers one step
+later and never waits for a step that it has just queued.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from fuselm.kernels.adamw import AdamW
-from fuselm.kernels.adamw_sharding import NormReduction
 from fuselm.train.distributed import World
 from fuselm.train.guard_config import GuardConfig
 from fuselm.train.progress import BadStep, Progress
 
 _SIGMA = 1.4826
 _FLOORS = (0.01, 0.05)  # of the medians of loss and norm
-
-
-class _JudgedReduction(NormReduction):
-    """The optimizer's all-reduce of the norm, with a judge behind it who may refuse the step."""
-
-    def __init__(
-        self, params: Iterable[torch.Tensor], device: torch.device, judge: Callable[[torch.Tensor], None]
-    ) -> None:
-        super().__init__(params, device)
-        self._judge = judge
-        self._alone = not self.groups
-        self.groups = self.groups or {(): None}  # without any group the optimizer would not call
-
-    def all_reduce(self, sums: torch.Tensor) -> None:
-        if not self._alone:
-            super().all_reduce(sums)
-        self._judge(sums)
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class Guard:
     Args:
         config: thresholds.
         world: all of its ranks step together.
-        optimizer: on the world's device; its steps are judged from now on. Its groups must not change any more.
+        optimizer: on the world's device; its steps are judged from now on, by its veto.
 
     Attributes:
         record: (5,) fp64 on the device, new in each step: loss, norm, and how many ranks found the step not finite, a
@@ -98,10 +79,9 @@ class Guard:
         self._next = 0
         self._thresholds = _upload([config.loss_threshold, config.norm_threshold], device)
         self._floors = _upload(_FLOORS, device)
-        self._nan, self._inf = (_upload([value], device)[0] for value in (math.nan, math.inf))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.step()  # without gradients it changes nothing, but makes what is replaced here
-        optimizer._reduction = _JudgedReduction(parameters, device, self.judge)
+        self._inf = _upload([math.inf], device)[0]
+        self._no_veto = torch.zeros((), dtype=torch.bool, device=device)
+        optimizer.veto = self.judge
 
     def expect(self, loss: torch.Tensor) -> None:
         """Give the loss, () on the device and the same on every rank, of the step that the optimizer does next."""
@@ -116,29 +96,29 @@ class Guard:
             self._history[:, : len(pairs)] = _upload(values, self._history.device)
         self._next = len(pairs) % self.config.window
 
-    def judge(self, sums: torch.Tensor) -> None:
+    def judge(self, norm: torch.Tensor) -> torch.Tensor:
         """The verdict on one step, on the device. Nothing waits for it.
 
         Args:
-            sums: (K + 1,) fp64, over all ranks: sums of squared gradients, then the number of ranks where one is not
-                finite. That number goes up where the step must not be taken.
+            norm: () fp64, of the gradients of all ranks before clipping; NaN where one is not finite.
+
+        Returns:
+            () bool: whether the step must not be taken.
         """
         if self._loss is None:
-            return  # no step of the run's: torch.distributed.checkpoint does one to create the optimizer's state
+            # No step of the run's: torch.distributed.checkpoint does one to create the optimizer's state.
+            return self._no_veto
         loss, self._loss = self._loss, None
         # Each line is a launch or two, and they add up: hence `< inf`, one launch where isfinite takes four.
-        squares = sums[:-1].sum()
-        fine = (sums[-1] == 0) & (squares < math.inf)
-        norm = torch.where(fine, squares.sqrt(), self._nan).float().double()  # as the optimizer reports it
-        now = torch.stack([loss.double(), norm])
+        now = torch.stack([loss.double(), norm.float().double()])  # the norm as the optimizer reports it
         finite = (now.abs() < math.inf).all()
         flags = torch.cat([~finite.view(1), self._spikes(now) & finite]).double()
-        # Every rank computed this from sums over all of them; that it comes out alike everywhere is not left to chance.
+        # Every rank computed this from the norm over all of them; that all come to the same is not left to chance.
         self.world.sum(flags)
         self._history[:, self._next] = torch.where(finite, now, self._inf)
         self._next = (self._next + 1) % self.config.window
-        sums[-1] += flags.sum()
         self.record = torch.cat([now, flags])
+        return flags.any()
 
     def _spikes(self, now: torch.Tensor) -> torch.Tensor:
         """(2,) bool: whether loss and norm are far above those of the window."""

@@ -65,6 +65,10 @@ def _report(arch: int) -> list[dict]:
         reduction.groups, reduction.all_reduce = {(0, 1): None}, lambda sums: None
         optimizer.step()
         settings += ["sharded"] * (len(compiled) - len(settings))
+        for first in (0, 1):  # the answer at any address
+            optimizer.veto = lambda _, first=first: torch.zeros(17, dtype=torch.bool)[first]
+            optimizer.step()
+        settings += ["veto"] * (len(compiled) - len(settings))
 
     def count(access: str, width: str, text: str) -> int:
         return len(re.findall(rf"{access}\.global[.\w:]*\.{width}\.b32", text))
@@ -98,7 +102,8 @@ def report() -> dict[str, list[dict]]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles_without_spills_or_warnings(report, arch):
     names = {kernel["name"] for kernel in report[arch]}
-    assert names == {"squares_kernel", "class_sums_kernel", "finish_kernel", "adamw_kernel"}
+    assert names == {"squares_kernel", "class_sums_kernel", "norm_kernel", "finish_kernel", "adamw_kernel"}
+    assert sorted(k["name"] for k in report[arch] if k["setting"] == "veto") == ["finish_kernel", "norm_kernel"]
     for kernel in report[arch]:
         assert kernel["spill_bytes"] == 0 and not kernel["warnings"] and 0 < kernel["registers"] <= 128, kernel
 

@@ -105,6 +105,9 @@ def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
     seen["reference norms"] = train(plainly, by_torch, STEPS)
     seen["reference params"] = full(plainly.parameters())
 
+    for backend in ("triton", "reference"):
+        seen[f"veto, {backend}"] = _vetoed(mesh, backend)
+
     # A gradient that is not finite on the last rank only: in its shard, then in a parameter that is not sharded.
     for name in ("embedding.weight", "plain"):
         before = [p.detach().clone() for p in net.parameters()]
@@ -124,6 +127,35 @@ def _fsdp(mesh: Any, world: int, folder: Path) -> dict[str, Any]:
             "steps": [float(optimizer.state[p]["step"]) for p in net.parameters()],
         }
     return seen
+
+
+def _vetoed(mesh: Any, backend: str) -> dict[str, Any]:
+    """Steps of which every second is refused, then one that is not finite on the last rank only."""
+    import torch.distributed as dist
+
+    net, optimizer = _sharded(mesh, backend=backend)
+    asked: list[torch.Tensor] = []
+
+    def veto(norm: torch.Tensor) -> torch.Tensor:
+        asked.append(norm)
+        return (norm > 0) & (len(asked) % 2 == 0)
+
+    optimizer.veto = veto
+    norms = train(net, optimizer, STEPS)
+    params = full(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        grad: Any = net.get_parameter("plain").grad
+        grad[0] = float("inf")
+    optimizer.step()
+    return {
+        "norms": norms,
+        "asked": [float(norm) for norm in asked],
+        "skipped": int(optimizer.skipped_steps),
+        "steps": [float(optimizer.state[p]["step"]) for p in net.parameters()],
+        "params": params,
+    }
 
 
 def _meshes() -> dict[str, Any]:
@@ -365,6 +397,29 @@ def test_nan_on_one_rank_is_skipped_by_all(seen, world):
             verdict = seen[world, rank]["fsdp"][f"nan in {name}"]
             assert verdict["norm"] != verdict["norm"] and verdict["skipped"] == skipped and verdict["unchanged"]
             assert set(verdict["steps"]) == {STEPS + 2.0}
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_veto_sees_the_norm_over_all_ranks(seen, world, backend):
+    """As torch without the refused steps: clipped by the whole norm, and the moments know nothing of them."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=OPTIONS["lr"], weight_decay=0.1, betas=(0.9, 0.95))
+    norms = []
+    for step in range(STEPS):
+        tokens = (torch.arange(12) * 5 + step) % 11
+        (net(tokens) - torch.linspace(-2, 2, 3)).square().sum().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), OPTIONS["max_grad_norm"])))
+        if step % 2 == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    for rank in range(world):
+        found = seen[world, rank]["fsdp"][f"veto, {backend}"]
+        close(found["norms"], norms)
+        close(found["asked"][:STEPS], norms)
+        close(found["params"], full(net.parameters()))
+        assert len(found["asked"]) == STEPS + 1 and found["asked"][STEPS] != found["asked"][STEPS], "NaN on all"
+        assert found["skipped"] == STEPS // 2 + 1 and set(found["steps"]) == {STEPS / 2}
 
 
 def test_meshes_of_two_dimensions_equal_one_process(seen):

@@ -124,6 +124,49 @@ def test_graph_replays_equal_eager_steps(options):
     assert int(optimizer.skipped_steps) == int(eager_optimizer.skipped_steps) == 1
 
 
+@pytest.mark.parametrize("options", [*MODES, {"backend": "reference"}])
+def test_a_veto_waits_for_nothing_and_is_captured(options):
+    """A limit on the norm that lies in device memory: what the graph does follows it between replays."""
+    params, optimizer = make(**options)
+    others, plain = make(**options)
+    limit = torch.full((), 1e9, dtype=torch.float64, device="cuda")
+    optimizer.veto = lambda norm: norm > limit
+
+    def feed(params, step: int) -> None:
+        for p, g in zip(params, gradients(step, params[0].dtype), strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(g)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(2):
+            feed(params, step)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    norm = optimizer.grad_norm
+    for step in range(7):
+        refused = step in (3, 5)
+        if step >= 2:
+            feed(params, step)
+            limit.fill_(0.0 if refused else 1e9)
+            graph.replay()
+        if not refused:
+            feed(others, step)
+            plain.step()
+            assert same(params, others), step
+            assert step < 2 or torch.equal(norm, plain.grad_norm)
+    assert int(optimizer.skipped_steps) == 2 and float(optimizer.state[params[0]]["step"]) == 5
+
+
 @pytest.mark.parametrize("options", MODES)
 def test_gradients_at_odd_offsets_give_the_bits_of_aligned_ones(options):
     """The update, that is: the order in which squares are summed depends on where they lie."""

@@ -99,7 +99,7 @@ class Launches:
         return lambda *_, **__: self.grids.append(grid)
 
 
-KERNELS = ("squares_kernel", "class_sums_kernel", "finish_kernel", "adamw_kernel")
+KERNELS = ("squares_kernel", "class_sums_kernel", "norm_kernel", "finish_kernel", "adamw_kernel")
 
 
 @pytest.fixture
@@ -136,6 +136,7 @@ def test_300_tensors_in_two_groups_take_three_launches(launches, device):
     assert {name: len(kernel.grids) for name, kernel in launches.items()} == {
         "squares_kernel": 1,
         "class_sums_kernel": 0,
+        "norm_kernel": 0,
         "finish_kernel": 1,
         "adamw_kernel": 1,
     }

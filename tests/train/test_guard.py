@@ -133,6 +133,20 @@ def test_a_bad_step_changes_nothing_at_all(loss, norm, kind, backend):
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(optimizer), strict=True)) == (kind is not None)
 
 
+def test_a_guard_changes_its_optimizer_s_veto_alone():
+    """No step of its own, and groups may be added later; a step without a loss is none of the run's."""
+    optimizer, guard = optimizer_and_guard(GuardConfig(min_history=2))
+    assert not optimizer.state and int(optimizer.skipped_steps) == 0
+    late = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.full_like(late, 1e6)
+    optimizer.step()
+    assert float(optimizer.state[late]["step"]) == 1 and not hasattr(guard, "record")
+    late.grad = None
+    assert [do_step(optimizer, guard, 3.0, norm).kind for norm in (1.0, 1.0, 1.0, 90.0)] == [None] * 3 + ["spike"]
+    assert float(optimizer.grad_norm) == pytest.approx(90.0, rel=1e-5), "refused, and known all the same"
+
+
 def test_noise_and_trends_are_no_spikes():
     optimizer, guard = optimizer_and_guard(GuardConfig())
     random = np.random.default_rng(3)
@@ -154,10 +168,11 @@ def test_the_verdict_waits_for_no_device():
     guard.config, guard.world, guard._next = GuardConfig(), ALONE, 0
     guard._history = torch.empty((2, 128), dtype=torch.float64, device="meta")
     guard._thresholds = guard._floors = torch.empty(2, dtype=torch.float64, device="meta")
-    guard._nan = guard._inf = torch.empty((), dtype=torch.float64, device="meta")
+    guard._inf = torch.empty((), dtype=torch.float64, device="meta")
     for _ in range(2):
         guard.expect(torch.empty((), dtype=torch.float64, device="meta"))
-        guard.judge(torch.empty(3, dtype=torch.float64, device="meta"))
+        refused = guard.judge(torch.empty((), dtype=torch.float64, device="meta"))
+        assert refused.device.type == "meta" and refused.shape == () and refused.dtype == torch.bool
     assert guard.record.device.type == "meta" and guard.record.shape == (5,) and guard._next == 2
     with pytest.raises(RuntimeError, match="meta"):
         float(guard.record[0])
@@ -237,13 +252,14 @@ def steps_of(run: Trainer) -> list[tuple[int, int, float | None, str | None]]:
 
 def test_a_single_spike_is_skipped_and_told(trainer):
     run = trainer("one")
+    documents = [list(pair) for pair in run.training.documents(9, 0)]  # the run closes its feed at the end
     with Faults(run, spikes=[9]) as faults:
         run.train()
     assert [(step, kind) for step, _, _, kind in steps_of(run) if kind] == [(10, "spike")]
     assert faults.seen == list(range(20)) and int(run.optimizer.skipped_steps) == 1
     (event,) = [e for e in read_events(run.run) if e["kind"] == "spike"]
     assert (event["step"], event["batch"], event["ranks"], event["action"]) == (10, 9, [0], "skipped")
-    assert event["documents"] == {"0": [list(pair) for pair in run.training.documents(9, 0)]}
+    assert event["documents"] == {"0": documents}
     assert {type(p) for p in run.optimizer.state.values()} == {dict}
     steps = {float(state["step"]) for state in run.optimizer.state.values()}
     assert steps == {19.0}, "the optimizer did one step less"
