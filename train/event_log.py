@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fuselm.train.errors import in_words, warn
+from fuselm.train.json_lines import EVENT, append_line, read_entries
 
 EVENTS = "events.jsonl"
 ALERTS = ("nonfinite", "spike", "rollback", "stall", "save_failed", "stop", "end")
@@ -50,8 +51,7 @@ class EventLog:
         entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, "step": step, "message": message}
         entry |= {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
         try:
-            with (self.run / EVENTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_line(self.run / EVENTS, json.dumps(entry).encode())
         except OSError as error:
             warn(f"the event '{message}' could not be written: {in_words(error)}")
         self._alert(kind, step, message)
@@ -88,12 +88,5 @@ class EventLog:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """The events of a run, the oldest first; a line cut off by a crash or a full disk is left out."""
-    path = run / EVENTS
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    """The events of a run, the oldest first; lines that were cut off or damaged are left out."""
+    return read_entries(run / EVENTS, EVENT)

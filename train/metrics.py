@@ -24,6 +24,7 @@ from fuselm.model.flops import MFU_FORMULA, device_peak_flops, flops_per_token
 from fuselm.train.checkpointing import write_atomically
 from fuselm.train.config import LoggingConfig
 from fuselm.train.errors import in_words, warn
+from fuselm.train.json_lines import METRIC, read_entries
 
 
 @dataclass(frozen=True)
@@ -244,23 +245,17 @@ class Reporter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl; a last line cut off by a crash is left out."""
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
+    """The entries of a metrics.jsonl; lines that were cut off or damaged are left out."""
+    return read_entries(path, METRIC)
 
 
 def drop_after(path: Path, step: int) -> None:
     """Drop the entries of metrics.jsonl after `step`, which a resumed run will write again, and what a crash cut off,
     for the next line would join it."""
     if path.exists():
-        kept = "".join(json.dumps(entry) + "\n" for entry in read_metrics(path) if 0 < step >= entry["step"])
-        if kept != path.read_text(encoding="utf-8"):
-            write_atomically(path, kept.encode())
+        kept = "".join(json.dumps(entry) + "\n" for entry in read_metrics(path) if 0 < step >= entry["step"]).encode()
+        if kept != path.read_bytes():
+            write_atomically(path, kept)
 
 
 def centered_mean(values: Sequence[float], reach: int) -> list[float]:

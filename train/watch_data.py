@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fuselm.train.config import TrainConfig, config_from_json
 from fuselm.train.event_log import EVENTS
+from fuselm.train.json_lines import EVENT, METRIC, entries_of
 
 RECENT = 20  # steps that a mean is taken over
 
 
 class LineFollower:
-    """Reads a file of JSON lines piece by piece; from the start again when it was cut, as after a rollback."""
+    """Reads a file of JSON lines piece by piece; from the start again when it was cut, as after a rollback.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the file; it may come, go and come back.
+        fields: what each entry has at least; lines without it are passed over.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, type]) -> None:
+        self.path, self.fields = path, fields
         self.entries: list[dict[str, Any]] = []
         self._offset, self._identity, self._rest = 0, None, b""
 
     def read(self) -> None:
         """Take in what was written since the last call."""
         try:
-            status = self.path.stat()
-        except OSError:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._identity or status.st_size < self._offset:
+                    self.entries, self._offset, self._rest, self._identity = [], 0, b"", status.st_ino
+                file.seek(self._offset)
+                block = file.read()
+        except OSError:  # not there yet, or out of reach for a moment
             return
-        if status.st_ino != self._identity or status.st_size < self._offset:
-            self.entries, self._offset, self._rest, self._identity = [], 0, b"", status.st_ino
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            block = file.read()
         self._offset += len(block)
         *lines, self._rest = (self._rest + block).split(b"\n")
-        for line in lines:
-            try:
-                self.entries.append(json.loads(line))
-            except ValueError:
-                continue
+        self.entries += entries_of(lines, self.fields)
 
 
 @dataclass
@@ -64,7 +67,8 @@ class RunView:
         Raises:
             UserError: it is no run folder.
         """
-        view = cls(run, config_from_json(run), LineFollower(run / "metrics.jsonl"), LineFollower(run / EVENTS))
+        metrics, events = LineFollower(run / "metrics.jsonl", METRIC), LineFollower(run / EVENTS, EVENT)
+        view = cls(run, config_from_json(run), metrics, events)
         view.refresh()
         return view
 
@@ -110,12 +114,19 @@ class RunView:
         kinds = [e["kind"] for e in self.events.entries if e["kind"] in ("start", "end", "stop")]
         if kinds and kinds[-1] != "start":
             return "stopped"
-        written = [path.stat().st_mtime for path in (self.metrics.path, self.events.path) if path.exists()]
-        silent = time.time() - max(written, default=0.0)
+        silent = time.time() - max(_written(self.metrics.path), _written(self.events.path))
         pace = self.mean("tokens_per_second")
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         usual = tokens / pace if pace else 60.0
         return "running" if silent < max(30.0, 10 * usual) else f"silent for {in_words(silent)}"
+
+
+def _written(path: Path) -> float:
+    """When a file was last written, in seconds since 1970; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def in_words(seconds: float) -> str:

@@ -26,9 +26,9 @@ def facts(view: RunView) -> list[tuple[str, str]]:
     if left is not None:
         rows.append(("time left", in_words(left)))
 
-    def add(label: str, name: str, form: Callable[[float], str]) -> None:
+    def add(label: str, name: str, form: Callable[[float], str], *, noisy: bool = True) -> None:
         if steps and steps[-1].get(name) is not None:
-            mean = view.mean(name)
+            mean = view.mean(name) if noisy else None
             rows.append((label, form(steps[-1][name]) + (f" (mean {form(mean)})" if mean is not None else "")))
 
     add("loss", "loss", lambda x: f"{x:.4f}")
@@ -36,9 +36,9 @@ def facts(view: RunView) -> list[tuple[str, str]]:
     add("tokens a second", "tokens_per_second", lambda x: f"{x:,.0f}")
     add("TFLOP/s a device", "tflops", lambda x: f"{x:.3g}")
     add("MFU", "mfu", lambda x: f"{x:.1%}")
-    if steps:
-        rows += [("learning rate", f"{steps[-1]['lr']:.3g}"), ("tokens", f"{steps[-1]['tokens']:,}")]
-        rows.append(("memory", f"{steps[-1]['memory_gib']:.2f} GiB"))
+    add("learning rate", "lr", lambda x: f"{x:.3g}", noisy=False)
+    add("tokens", "tokens", lambda x: f"{x:,}", noisy=False)
+    add("memory", "memory_gib", lambda x: f"{x:.2f} GiB", noisy=False)
     if view.validations:
         step, loss = view.validations[-1]
         best_step, best = min(view.validations, key=lambda pair: pair[1])

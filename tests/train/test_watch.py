@@ -16,7 +16,9 @@ import pytest
 
 from fuselm.train import watch
 from fuselm.train.config import resolve, to_json
-from fuselm.train.event_log import EventLog
+from fuselm.train.event_log import EventLog, read_events
+from fuselm.train.json_lines import METRIC
+from fuselm.train.metrics import drop_after, read_metrics
 from fuselm.train.trainer import StopSignal, Trainer
 from fuselm.train.watch_data import LineFollower, RunView, in_words
 
@@ -96,7 +98,7 @@ def test_mistakes_are_one_line(arguments, parts, tmp_path, capsys, monkeypatch):
 
 def test_a_file_is_followed_over_half_lines_and_rollbacks(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    follower = LineFollower(path)
+    follower = LineFollower(path, METRIC)
     follower.read()
     assert follower.entries == []
     path.write_text('{"step": 1}\n{"st')
@@ -113,6 +115,41 @@ def test_a_file_is_followed_over_half_lines_and_rollbacks(tmp_path):
     path.write_text("")
     follower.read()
     assert follower.entries == []
+
+
+DAMAGE = [b"", b"5", b"null", b'"loss"', b"[1]", b'{"step": 1, "lo', b"\0\0\0\0", b"\xff\xfe{}", b"[" * 100_000]
+DAMAGE += [b"{}", b'{"step": null, "loss": 1.0}', b'{"step": "x", "loss": 1.0}', b'{"kind": "end"}', b'{"step": 1} {']
+
+
+def test_damaged_lines_are_passed_over_wherever_they_are_read(make_config, tmp_path, capsys):
+    run = tmp_path / "tiny"
+    run.mkdir()
+    (run / "config.json").write_text(to_json(make_config(tmp_path)))
+    whole = [{"step": s, "loss": 2.5 - s} for s in (1, 2)]
+    lines = [*DAMAGE, json.dumps(whole[0]).encode(), *DAMAGE, json.dumps(whole[1]).encode(), *DAMAGE]
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    (run / "events.jsonl").write_bytes(b"\n".join(DAMAGE))
+    log = EventLog(run)
+    log.add("start", 0, "started anew")
+    assert [e["message"] for e in read_events(run)] == ["started anew"]
+    assert watch.main([str(run), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 6" in shown and "started anew" in shown and "0.5000" in shown
+    assert watch.main([str(run), "--html", str(tmp_path / "r.html")]) == 0
+    assert "started anew" in (tmp_path / "r.html").read_text()
+    assert read_metrics(run / "metrics.jsonl") == whole
+    drop_after(run / "metrics.jsonl", 1)
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.5}\n'
+
+
+def test_an_event_after_one_that_was_cut_off_is_kept(tmp_path):
+    log = EventLog(tmp_path)
+    log.add("start", 0, "one")
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026')
+    log.add("start", 0, "two")
+    log.add("end", 0, "three")
+    assert [e["message"] for e in read_events(tmp_path)] == ["one", "two", "three"]
 
 
 def test_state_and_time_left(make_config, tmp_path):
