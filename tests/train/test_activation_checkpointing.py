@@ -50,6 +50,26 @@ def test_gradients_are_the_same_and_attention_runs_as_often_as_it_says(mode, att
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "swiglu"])
+def test_gradients_are_the_same_where_nothing_watches(mode, device):
+    """Under no dispatch mode the kernels launch directly, and RoPE rotates in the projection's own memory."""
+    config = LlamaConfig.from_preset(
+        "debug", vocab_size=61, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=32, kernels="triton"
+    )
+    tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(0)).to(device)
+    borders = torch.tensor([0, 3, 8, 16, 16], dtype=torch.int32, device=device)
+    results = []
+    for chosen in ("none", mode):
+        model = Llama(config).to(device)
+        if chosen != "none":
+            apply_activation_checkpointing(model, chosen)
+        loss = model(tokens, tokens.roll(-1, 1), cu_seqlens=borders)
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_recomputing_the_activation_keeps_it_out_of_memory_in_a_compiled_block():
     config = LlamaConfig.from_preset(
         "debug", vocab_size=97, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=112, kernels="eager"
