@@ -58,6 +58,18 @@ def test_a_checkpoint_goes_on_with_or_without_sharding(losses, tmp_path, first, 
     assert resumed == pytest.approx({step: unbroken[step] for step in (4, 5, 6)}, rel=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_tied_or_not_with_documents_apart(losses, make_config, tmp_path, tied):
+    """Sharded, alone, and gone on with from the other's checkpoint: the same losses."""
+    model = dataclasses.replace(make_config(tmp_path).model, tie_embeddings=tied)
+    options = {"model": model, "parallel__param_dtype": "bfloat16", "data__document_mask": True}
+    sharded = losses("sharded", parallel__sharding="fsdp", **options)
+    assert losses("alone", parallel__sharding="none", **options) == pytest.approx(sharded, rel=1e-6)
+    start = str(step_folder(tmp_path / "sharded", 3))
+    resumed = losses("resumed", parallel__sharding="none", checkpoint__resume=start, **options)
+    assert resumed == pytest.approx({step: sharded[step] for step in (4, 5, 6)}, rel=1e-6)
+
+
 @pytest.fixture
 def bf16(make_config, world, tmp_path):
     config = make_config(tmp_path, parallel__param_dtype="bfloat16", parallel__sharding="none")
