@@ -114,16 +114,20 @@ def add_lora(model: Llama, config: LoRAConfig, seed: int = 0, *, dtype: torch.dt
     if adapted_layers(model):
         raise ValueError("model has adapters already: merge and remove them first (remove_lora)")
     model.requires_grad_(False)
-    for path, module in list(model.named_modules()):
-        for name in config.targets:
-            linear = getattr(module, name, None)
-            if type(linear) is nn.Linear:
-                setattr(module, name, adapted := LoRALinear(linear, config, dtype))
-                if not adapted.lora_a.is_meta:
-                    with torch.no_grad():
-                        key = f"{path}.{name}.lora_a"
-                        adapted.lora_a.copy_(initial_adapter(key, adapted.lora_a.shape, seed, linear.weight.device))
+    for path, linear in _linear_layers(model, config).items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, adapted := LoRALinear(linear, config, dtype))
+        if not adapted.lora_a.is_meta:
+            with torch.no_grad():
+                first = initial_adapter(f"{path}.lora_a", adapted.lora_a.shape, seed, linear.weight.device)
+                adapted.lora_a.copy_(first)
     return model
+
+
+def _linear_layers(model: Llama, config: LoRAConfig) -> dict[str, nn.Linear]:
+    """The layers that get an adapter, by name."""
+    named = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    return {path: linear for path, linear in named.items() if path.rpartition(".")[2] in config.targets}
 
 
 def initial_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
@@ -200,27 +204,32 @@ def read_settings(folder: Path) -> tuple[LoRAConfig, dict[str, Any]]:
 
 
 def load_lora(model: Llama, folder: Path) -> Llama:
-    """Adds the adapters of a folder to a plain model, in place.
+    """Adds the adapters of a folder to a plain model, in place; after an error the model is as it was.
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
-        ValueError: the adapters do not fit the model; the message names the first that does not.
+        ValueError: the model has adapters, or these do not fit it; the message names the first that does not.
     """
     config, _ = read_settings(folder)
     path = folder / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    add_lora(model, config)
-    own = lora_state(model)
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    for name in sorted(own.keys() | stored.keys()):
-        shapes = [None if name not in side else tuple(side[name].shape) for side in (own, stored)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{path} does not fit the model: {name} has shape {shapes[1]}, expected {shapes[0]}")
+    expected: dict[str, tuple[int, ...]] = {}
+    for layer, linear in _linear_layers(model, config).items():
+        expected[f"{layer}.lora_a"] = config.rank, linear.in_features
+        expected[f"{layer}.lora_b"] = linear.out_features, config.rank
+    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    for name in () if adapted_layers(model) else sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"{path} does not fit the model: {name} has shape {found.get(name)}, expected {expected.get(name)}"
+            )
+    own = lora_state(add_lora(model, config))
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(stored[name])

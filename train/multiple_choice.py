@@ -65,7 +65,8 @@ class Score:
 def read_items(path: Path) -> list[Item]:
     """Reads a .jsonl file of items; raises UserError that names the line where one is not an item."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only newlines end a line: text may hold the other characters that str.splitlines takes for ends.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

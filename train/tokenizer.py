@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -106,7 +107,17 @@ class TextTokenizer:
         return cls(backend)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without BOS or EOS."""
+        """The ids of a text, without BOS or EOS.
+
+        Raises:
+            UserError: it holds half of a character (a lone surrogate), as JSON and command lines can.
+        """
+        lone = re.search(r"[\ud800-\udfff]", text)
+        if lone is not None:
+            raise UserError(
+                f"the text holds {lone[0]!a} at character {lone.start() + 1}, half of a character: it was cut in the "
+                "middle of one, or is not UTF-8"
+            )
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:

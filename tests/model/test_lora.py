@@ -85,6 +85,7 @@ def test_adapters_are_saved_alone(tmp_path: Path):
         ValueError, match=r"does not fit the model: blocks.0.attention.output.lora_a has shape \(2, 64\)"
     ):
         load_lora(other, tmp_path / "a")
+    assert not adapted_layers(other) and all(p.requires_grad for p in other.parameters()), "it is as it was"
     (tmp_path / "a" / "adapter.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"adapter.safetensors cannot be read"):
         load_lora(make(), tmp_path / "a")

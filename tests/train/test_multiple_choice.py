@@ -144,6 +144,20 @@ def test_a_wrong_item_is_named(line: str, message: str, tmp_path: Path) -> None:
         read_items(tmp_path / "f.jsonl")
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x7f"])
+def test_only_newlines_end_a_line(inside: str, tmp_path: Path) -> None:
+    entry = {"ctx": f"a{inside}b", "endings": [f"c{inside}", "d"], "label": 1}
+    text = (json.dumps(entry, ensure_ascii=False) + "\r\n") * 2
+    (tmp_path / "f.jsonl").write_bytes(text.encode("utf-8-sig"))
+    assert read_items(tmp_path / "f.jsonl") == [Item(f"a{inside}b", (f"c{inside}", "d"), 1)] * 2
+
+
+def test_half_a_character_is_named(tokenizer: TextTokenizer) -> None:
+    item = Item("a", ("b", "c\udc80"), 0)
+    with pytest.raises(UserError, match=r"the text holds '\\udc80' at character 3, half of a character"):
+        encode_item(item, tokenizer, 10)
+
+
 def test_command(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tiny_run), str(FILE), "--device", "cpu", "--batch-size", "2"]) == 0
     output = capsys.readouterr().out
