@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from fuselm.train.distributed import World
+from fuselm.train.packing import BATCHES_THREAD
 
 _KEY = f"fuselm/where/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _EXIT_CODE = 1  # torchrun --max-restarts starts all ranks again
@@ -164,8 +165,12 @@ class HangWatch:
 
     def _stack(self) -> str:
         """Where the main thread is: our own innermost function, and what it called."""
-        frame: FrameType | None = sys._current_frames().get(self._main)
-        frames = traceback.extract_stack(frame)
+        running: dict[int, FrameType] = sys._current_frames()
+        frames = list(traceback.extract_stack(running.get(self._main)))
+        if any(Path(f.filename).name == "packing.py" for f in frames):  # it waits for the thread that makes batches
+            for thread in threading.enumerate():
+                if thread.name.startswith(BATCHES_THREAD) and thread.ident in running:
+                    frames += traceback.extract_stack(running[thread.ident])
         ours = [f for f in frames if "fuselm" in Path(f.filename).parts or "train" in Path(f.filename).parts]
         shown = [*ours[-2:], *frames[-1:]]
         place = " > ".join(dict.fromkeys(f"{f.name} at {Path(f.filename).name}:{f.lineno}" for f in shown))

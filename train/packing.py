@@ -230,6 +230,9 @@ class PackedStream(DataStream):
         return ranges
 
 
+BATCHES_THREAD = "batches"  # name of the thread that makes batches ahead
+
+
 class PrefetchingFeed(Feed):
     """A feed whose next batches are made by a thread while the current ones are in use, in pinned memory on a GPU.
 
@@ -245,7 +248,7 @@ class PrefetchingFeed(Feed):
         object.__setattr__(self, "_depth", depth)
         object.__setattr__(self, "_ahead", {})
         # One thread, and everything through it: a stream remembers its last block, which two threads would mix up.
-        object.__setattr__(self, "_thread", ThreadPoolExecutor(1, thread_name_prefix="batches"))
+        object.__setattr__(self, "_thread", ThreadPoolExecutor(1, thread_name_prefix=BATCHES_THREAD))
 
     _depth: int
     _ahead: dict[int, Future[list[Batch]]]

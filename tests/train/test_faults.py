@@ -63,7 +63,9 @@ def test_a_hung_rank_is_named(launch, options, fault, tmp_path):
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert code == 1 and len(lines) == 1, errors
     assert re.search(r"nothing has moved for \d+ s: rank 1 ", lines[0])
-    assert "rank 0 waits in the forward and backward pass of step 4" in lines[0]
+    # Batches are made ahead, by a thread: what stops the process there stops it in an earlier step.
+    step = "4" if fault == "sleep" else r"[1-4]"
+    assert re.search(rf"rank 0 waits in the forward and backward pass of step {step}\b", lines[0])
     if fault == "sleep":
         assert "rank 1 holds the others up, in reading a batch of step 4 (" in lines[0]
         assert "faulty at faulty_process.py" in lines[0]
