@@ -292,6 +292,8 @@ def _model_forward(cls: type, backend: Backend) -> Callable[..., Any]:
             self.model(**inner, return_dict=True) if "return_dict" in signature.parameters else self.model(**inner)
         )
         hidden = outputs.last_hidden_state
+        kept = given.get("logits_to_keep", given.get("num_logits_to_keep", 0))  # the last so many, or their places
+        hidden = hidden[:, slice(-kept, None) if isinstance(kept, int) else kept]
         loss = _loss(
             given,
             lambda targets, **how: linear_cross_entropy(hidden, self.lm_head.weight, targets, backend=backend, **how),

@@ -136,6 +136,22 @@ def test_masks_positions_and_generation(batch):
             assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("keep", [1, 5, [2, 3, 9]])
+def test_the_loss_of_the_logits_that_are_kept(batch, keep):
+    """As transformers': labels are of these places alone, in training mode and in eval mode."""
+    tokens, _ = batch
+    places = slice(-keep, None) if isinstance(keep, int) else torch.tensor(keep, device=DEVICE)
+    given = {"labels": tokens[:, places], "logits_to_keep": keep if isinstance(keep, int) else places}
+    model = make()
+    for training in (True, False):
+        fuselm.unpatch(model).train(training)
+        expected = model(tokens, **given).loss
+        loss = fuselm.patch(model)(tokens, **given).loss
+        if keep != 1:  # of one token nothing is predicted: transformers says NaN
+            torch.testing.assert_close(loss, expected)
+        assert torch.isfinite(loss)
+
+
 def test_hidden_states_are_those_of_before(batch):
     """Also where transformers recorded some before, which leaves methods in the modules."""
     model = make(num_hidden_layers=2).eval()
