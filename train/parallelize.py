@@ -10,7 +10,7 @@ only.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fuselm.model.config import LlamaConfig
 from fuselm.model.flops import parameter_counts
-from fuselm.model.llama import Llama, initial_value
+from fuselm.model.llama import Block, Llama, initial_value
 from fuselm.train.compute_copies import ComputeCopies, copies_of
 from fuselm.train.config import ParallelConfig
 from fuselm.train.distributed import World
@@ -109,7 +109,7 @@ def apply_activation_checkpointing(model: Llama, mode: str) -> None:
     """Recompute blocks in the backward pass: their SwiGLU, all but attention and every second matmul, or wholly."""
     for index, block in enumerate(model.blocks):
         if mode == "swiglu":
-            block.mlp.recompute_activation = True
+            cast(Block, block).mlp.recompute_activation = True
             continue
         if mode == "full":
             wrapped = checkpoint_wrapper(block, preserve_rng_state=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_heads_tied_or_not_with_documents_apart(losses, make_config, tmp_path, t
 
 
 @pytest.fixture
-def bf16(make_config, world, tmp_path):
+def bf16(make_config, world, tmp_path) -> Any:
     config = make_config(tmp_path, parallel__param_dtype="bfloat16", parallel__sharding="none")
     return build(config, world)
 
@@ -90,7 +91,7 @@ def test_the_copies_are_in_the_model_from_forward_to_step_only(bf16, world):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     optimizer.step()
     assert all(p is names[name] for name, p in model.named_parameters())
-    copies = copies_of(model)
+    copies: Any = copies_of(model)
     for name, parameter in names.items():
         assert not torch.equal(parameter, state[name]), name
         assert torch.equal(copies.of[parameter], parameter.bfloat16()) and copies.of[parameter].grad is None
@@ -99,7 +100,7 @@ def test_the_copies_are_in_the_model_from_forward_to_step_only(bf16, world):
 def test_gradients_of_micro_batches_add_up_in_fp32(bf16, world):
     model, optimizer = bf16
     forward_backward(model, batches(3), world)
-    copies = copies_of(model)
+    copies: Any = copies_of(model)
     assert all(p.grad.dtype == torch.float32 and copies.of[p].grad is None for p in copies.of)
     fine = [p for p in copies.of if not torch.equal(p.grad, p.grad.bfloat16().float())]
     assert fine, "a sum of bf16 gradients in fp32 has digits that bf16 has not"
@@ -120,7 +121,8 @@ def test_parameters_written_from_outside_reach_the_copies(bf16, world):
 
 def test_tied_weights_share_their_copy(bf16, world):
     model, _ = bf16
-    assert len(copies_of(model).of) == len(list(model.parameters()))
+    copies: Any = copies_of(model)
+    assert len(copies.of) == len(list(model.parameters()))
     forward_backward(model, batches(1), world)
     assert model.head_weight is model.embedding.weight
 
@@ -134,7 +136,7 @@ def test_no_sharding_is_for_one_rank(make_config, tmp_path, world):
 
     config = make_config(tmp_path, parallel__sharding="none")
     with pytest.raises(UserError, match=r"parallel\.sharding is none, but there are 2 ranks"):
-        is_sharded(config.parallel, TwoRanks())
+        is_sharded(config.parallel, cast(Any, TwoRanks()))
     assert isinstance(world, World)
 
 
@@ -148,7 +150,7 @@ def test_a_diagnosis_sees_the_gradients_and_leaves_none(bf16, world, count):
         model.blocks[1].mlp.down.weight[0, 0] = float("inf")
     found = first_nonfinite(model, batches(count), world)
     assert found is not None and found.where == "blocks.1.mlp.down.weight"
-    copies = copies_of(model)
+    copies: Any = copies_of(model)
     assert all(p.grad is None and copies.of[p].grad is None for p in copies.of) and not copies.summing
 
 
