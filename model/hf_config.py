@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist")
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")

@@ -337,7 +337,7 @@ def config_from_json(run: Path) -> TrainConfig:
         return from_dict(TrainConfig, json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a run's configuration: {error}") from error
 
 

@@ -174,6 +174,10 @@ class FineTuning:
     def __init__(self, arguments: Arguments, lora: LoRAConfig | None, world: World) -> None:
         self.arguments, self.lora, self.world = arguments, lora, world
         self.base = world.together(lambda: open_base(arguments.model, world.device))
+        self.run = arguments.runs / arguments.name
+        whole = self.base.path.resolve()
+        if self.run.resolve() in (whole, *whole.parents):  # it would be moved aside under our feet
+            raise AgreedError(f"{self.run} holds the model to start from: give the new run another --name")
         self.template = world.together(lambda: ChatTemplate.load(self.base.tokenizer, arguments.template))
         config = self.base.config
         if self.template.vocab_size > config.vocab_size:
@@ -216,7 +220,6 @@ class FineTuning:
             max_grad_norm=arguments.max_grad_norm,
             backend=kernel_backend(config),
         )
-        self.run = arguments.runs / arguments.name
         self.folder = RunFolder(self.run)
         self.moved = world.from_main(self._claim)
         self.trained = sum(p.numel() for p in trained)

@@ -158,6 +158,8 @@ def load_tuned(path: Path, device: torch.device) -> tuple[Llama, Path]:
             _, facts = read_settings(path / ADAPTER)
             if not isinstance(facts.get("base"), str):
                 raise UserError(f"{path / ADAPTER} does not say which base it belongs to")
+            if (Path(facts["base"]) / ADAPTER).is_dir():
+                raise UserError(f"{path / ADAPTER} belongs to {facts['base']}, which holds an adapter itself")
             model, tokenizer = load_tuned(Path(facts["base"]), device)
             merge_lora(load_lora(model, path / ADAPTER))
             own = path / "tokenizer.json"

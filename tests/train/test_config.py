@@ -137,9 +137,10 @@ def test_global_batch_follows_the_ranks_when_it_is_0():
 def test_an_unreadable_config_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         config_from_json(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="not a run's configuration"):
-        config_from_json(tmp_path)
+    for content in ("[1]", "[" * 100_000, "{"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match="not a run's configuration"):
+            config_from_json(tmp_path)
     (tmp_path / "config.json").write_text('{"optimiser": {}}')
     with pytest.raises(UserError, match="did you mean optimizer"):
         config_from_json(tmp_path)

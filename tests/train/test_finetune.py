@@ -230,3 +230,26 @@ def test_bad_folders_are_one_line(base: Path, tmp_path: Path, capsys) -> None:
     assert chat.main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     assert open_base(base, torch.device("cpu")).is_run is False
+
+
+@pytest.mark.parametrize("inside", ["", "model"])
+def test_a_run_does_not_move_its_own_base_aside(inside: str, base: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "runs" / "mine"
+    shutil.copytree(base, run / inside)
+    before = sorted(run.rglob("*"))
+    data = write(tmp_path / "facts.jsonl", FACTS)
+    options = ["--runs", str(run.parent), "--name", "mine", "--steps", "1", "--lora-rank", "2"]
+    assert finetune.main([str(run), str(data), *FAST, *options]) == 2
+    assert "mine holds the model to start from: give the new run another --name" in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before and [p.name for p in run.parent.iterdir()] == ["mine"]
+
+
+def test_an_adapter_on_itself_is_one_line(tmp_path: Path, capsys) -> None:
+    settings = {"rank": 2, "alpha": 4.0, "targets": ["qkv"], "base": str(tmp_path)}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter.json").write_text(json.dumps(settings))
+    assert chat.main([str(tmp_path)]) == 2
+    assert "which holds an adapter itself" in capsys.readouterr().err
+    (tmp_path / "adapter" / "adapter.json").write_text("[" * 100_000)
+    assert chat.main([str(tmp_path)]) == 2
+    assert "adapter.json is no JSON" in capsys.readouterr().err
