@@ -104,7 +104,7 @@ class RunView:
         if not rate or not steps:
             return None
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
-        return (self.total - steps[-1]["step"]) * tokens / rate
+        return max(self.total - steps[-1]["step"], 0) * tokens / rate  # the number of steps may have been lowered
 
     def state(self) -> str:
         """done, stopped, running, or for how long nothing was written: then it may hang, or was killed."""

@@ -168,6 +168,9 @@ def test_state_and_time_left(make_config, tmp_path):
         log.add(kind, 1, kind)
         view.refresh()
         assert view.state() == state
+    (run / "config.json").write_text(to_json(make_config(tmp_path, training__steps=30)))
+    lowered = RunView.open(run)
+    assert lowered.seconds_left() == 0 and lowered.state() == "done"
 
 
 @pytest.mark.parametrize(
