@@ -234,8 +234,8 @@ class Llama(nn.Module):
             if cache is not None:
                 raise ValueError("cu_seqlens and cache exclude each other: documents are packed in training only")
             # Compiled blocks must not be compiled anew for each batch's number of documents and longest document.
-            exact = max_seqlen is not None and self.config.attention_backend == "flash_attn"
-            documents = DocumentMask(cu_seqlens, max_seqlen if exact else batch * seq)
+            longest = max_seqlen if self.config.attention_backend == "flash_attn" else None
+            documents = DocumentMask(cu_seqlens, batch * seq if longest is None else longest)
             if (dynamo := sys.modules.get("torch._dynamo")) is not None:
                 dynamo.maybe_mark_dynamic(cu_seqlens, 0)
             if positions is None:

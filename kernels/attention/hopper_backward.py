@@ -211,7 +211,7 @@ def _consume(
     dq = gl.zeros([64, 64], gl.float32, half)
     dq_row = padded + block * BLOCK_M
     for done in range(group * count):
-        slot = done % STAGES
+        slot = done % STAGES  # pyright: ignore[reportOperatorIssue]
         phase = done // STAGES & 1
         mbarrier.wait(q_full.index(slot), phase)
         q = matrix(q_s.index(slot))
