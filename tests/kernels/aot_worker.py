@@ -17,9 +17,9 @@ from fuselm.kernels.specs.base import KernelSpec
 from fuselm.kernels.specs.registry import SPECS
 
 
-def compile_cases(spec: KernelSpec, generator: torch.Generator) -> None:
-    """Forward and backward of the spec's cases."""
-    for case in spec.aot_cases:
+def compile_cases(spec: KernelSpec, arch: int, generator: torch.Generator) -> None:
+    """Forward and backward of the spec's cases; of the first three for what is not Hopper, to save time."""
+    for case in spec.aot_cases if arch == 90 else spec.aot_cases[:3]:
         inputs = spec.make_inputs(case, torch.bfloat16, torch.device("cpu"), generator)
         outputs = spec.function(**inputs, backend="triton")
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
@@ -34,10 +34,10 @@ def main() -> None:
         if arch not in spec.architectures:
             continue
         with compile_only(arch) as compiled:
-            compile_cases(spec, generator)
+            compile_cases(spec, arch, generator)
             if spec.name == "attention" and arch == 90:  # what runs where the Hopper kernels do not
                 with prefer_hopper(False):
-                    compile_cases(spec, generator)
+                    compile_cases(spec, arch, generator)
         report[spec.name] = [dataclasses.asdict(kernel) for kernel in compiled]
     print(json.dumps(report))
 

@@ -17,7 +17,7 @@ from fuselm.train.config import to_json
 from fuselm.train.guard_config import GuardConfig
 
 HERE = Path(__file__).parent
-KILLS = int(os.environ.get("FUSELM_TEST_KILLS", "6"))  # of each run
+KILLS = int(os.environ.get("FUSELM_TEST_KILLS", "4"))  # of each run
 
 
 def entries_of(run: Path, names: tuple[str, ...]) -> list[tuple]:
