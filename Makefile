@@ -1,5 +1,6 @@
 # make demo   sets up .venv and trains a small model on the bundled plays on whatever this machine has
 # make test   sets up .venv and runs the tests (no GPU needed; on a GPU machine the gpu tests run too)
+# make test-all   the tests that take longest, too
 # make lint   ruff and pyright
 #
 # PIP_TORCH says which torch to install, for example: make test PIP_TORCH="torch==2.13.0 triton==3.8.0"
@@ -9,7 +10,7 @@ PIP_TORCH ?=
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fuselm needs Python 3.11 or later")'
@@ -28,6 +29,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
+
+test-all: $(VENV)/.installed
+	FUSELM_SLOW_TESTS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpus = torch.cuda.device_count()
     needs = {"gpu": 1, "gpu2": 2}
     dropped = [item for item in items if any(item.get_closest_marker(m) and gpus < n for m, n in needs.items())]
+    if not os.environ.get("FUSELM_SLOW_TESTS"):  # `make test-all` sets it
+        dropped += [item for item in items if item.get_closest_marker("slow")]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]

@@ -15,6 +15,7 @@ main = importlib.import_module("bench_patch").main
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "bench_patch.py"
 
 
+@pytest.mark.slow
 def test_tiny_run(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     output = tmp_path / "results" / "patch.json"

@@ -74,7 +74,13 @@ def step(model: Any, tokens: torch.Tensor, labels: torch.Tensor, **options: Any)
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [("llama2", "reference"), ("llama3", "auto"), ("llama3", "reference"), ("biases", "auto")]
+    ("name", "backend"),
+    [
+        ("llama2", "reference"),
+        ("llama3", "auto"),
+        ("llama3", "reference"),
+        pytest.param("biases", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_loss_and_gradients_are_those_of_before(name, backend, batch):
     model = make(**SHAPES[name])

@@ -47,6 +47,7 @@ def start(make_config, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_storm_ends_as_a_quiet_run(start, tmp_path):
     run, quiet = tmp_path / "storm", tmp_path / "quiet"
     start("quiet", 1, {"data": DATA_FAULTS})
