@@ -110,8 +110,8 @@ class ParallelConfig:
     """Free each block's gathered parameters between its forward and backward pass: less memory, one more all-gather."""
 
     activation_checkpointing: Literal["none", "swiglu", "selective", "full"] = "none"
-    """Recompute in the backward pass. swiglu: the MLP's activation only, 1 % of a step for a quarter of what a block
-    keeps. selective: each block but attention and every second matmul. full: each block."""
+    """Recompute in the backward pass. swiglu: the MLP's activation only, which is cheap. selective: each block but
+    attention and every second matmul. full: each block."""
 
     timeout: float = 600.0
     """Seconds without any progress after which the run ends, naming the rank that holds the others up; 0 for never."""
