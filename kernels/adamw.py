@@ -254,9 +254,7 @@ class AdamW(torch.optim.Optimizer):
         first = self._params()[0] if self._params() else None
         for p in params:
             if not p.is_floating_point() or p.layout != torch.strided:
-                raise TypeError(
-                    f"params: a {p.dtype} {p.layout} parameter of shape {tuple(p.shape)} cannot be optimized"
-                )
+                raise TypeError(f"params: a {p.dtype} {p.layout} tensor of shape {tuple(p.shape)} cannot be optimized")
             if self.stochastic_rounding and p.dtype == torch.float16:
                 raise ValueError(
                     "stochastic_rounding=True: takes bfloat16 and float32 parameters, one is float16; use "
@@ -266,6 +264,12 @@ class AdamW(torch.optim.Optimizer):
                 raise TypeError(f"params: backend='triton' takes fp32, bf16 and fp16 parameters, one is {p.dtype}")
             if first is not None and p.device != first.device:
                 raise ValueError(f"params: expected one device, got {first.device} and {p.device}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; the gradients of `copies` go too, or a step that is left out would add to the next."""
+        super().zero_grad(set_to_none)
+        for copy in self.copies.values():
+            copy.grad = None
 
     @_never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -163,3 +163,12 @@ def test_the_optimizer_refuses_copies_that_do_not_fit():
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             AdamW([weight], copies=copies)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_that_is_left_out_adds_nothing_to_the_next(bf16, world, count):
+    model, optimizer = bf16
+    forward_backward(model, batches(count), world)
+    optimizer.zero_grad()
+    copies: Any = copies_of(model)
+    assert all(p.grad is None and copies.of[p].grad is None for p in copies.of)
