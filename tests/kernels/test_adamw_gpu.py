@@ -162,7 +162,8 @@ def test_a_veto_waits_for_nothing_and_is_captured(options):
         if not refused:
             feed(others, step)
             plain.step()
-            assert same(params, others), step
+            if step >= 1:  # both warm-up steps have been taken
+                assert same(params, others), step
             assert step < 2 or torch.equal(norm, plain.grad_norm)
     assert int(optimizer.skipped_steps) == 2 and float(optimizer.state[params[0]]["step"]) == 5
 
