@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy import (
     KERNEL_DTYPES,
     Reduction,
@@ -63,27 +64,6 @@ def linear_cross_entropy_reference(
     )
 
 
-def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # rows start on 16-byte borders, which matrix multiplications and vector loads want (V = 50257)
-    aligned = row_bytes(vocab, dtype.itemsize) // dtype.itemsize
-    return torch.empty((rows, aligned), dtype=dtype, device=device)[:, :vocab]
-
-
-def accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
-    # dW (+)= dlogitsᵀ · x in fp32 for operands of any dtype
-    transposed = dlogits.t()
-    if dlogits.dtype == torch.float32 or not dlogits.is_cuda:  # only CUDA multiplies 16-bit operands into fp32
-        transposed, x = transposed.float(), x.float()
-        if first:
-            torch.mm(transposed, x, out=dw)
-        else:
-            dw.addmm_(transposed, x)
-    elif first:
-        torch.mm(transposed, x, out_dtype=torch.float32, out=dw)
-    else:
-        torch.addmm(dw, transposed, x, out_dtype=torch.float32, out=dw)
-
-
 def _run_chunks(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -116,7 +96,7 @@ def _run_chunks(
             part = slice(start, min(start + chunk, rows))
             x_part = x[part].to(dtype)
             logits = buffer[: x_part.shape[0]]
-            torch.mm(x_part, weight.t(), out=logits)
+            multiply_logits(x_part, weight, logits)
             launch_forward(
                 logits.unsqueeze(0),
                 targets[part],
@@ -130,7 +110,7 @@ def _run_chunks(
                 grad_lse=None if grad_lse is None else grad_lse[part],
             )
             if need_dx:
-                torch.mm(logits, weight, out=dx[part])
+                multiply_dx(logits, weight, dx[part])
             if need_dw:
                 accumulate_dw(dw, logits, x_part, first=start == 0)
     return loss, lse, dx, dw

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy import KERNEL_DTYPES, Reduction, check_options, row_weight
 from fuselm.kernels.cross_entropy_launchers import Options, launch_backward
 from fuselm.kernels.launch.linear_cross_entropy import chunk_rows
 from fuselm.kernels.linear_cross_entropy import (
-    accumulate_dw,
     check_linear_inputs,
     folds_count,
-    logits_buffer,
     multiplied,
 )
 from fuselm.kernels.loss_scaling import launch_weighted_sum
@@ -76,7 +75,7 @@ def _run_chunks(
             part = slice(start, min(start + chunk, rows))
             x_part = x[part].to(dtype)
             logits = buffer[: x_part.shape[0]]
-            torch.mm(x_part, weight.t(), out=logits)
+            multiply_logits(x_part, weight, logits)
             if known is None:
                 found = parallel_losses(logits.unsqueeze(0), targets[part], classes, options, group_name, want_lse)
                 for whole, piece in zip(numbers, found, strict=True):
@@ -97,7 +96,7 @@ def _run_chunks(
                 classes=classes,
             )
             if need_dx:
-                torch.mm(logits, weight, out=dx[part])
+                multiply_dx(logits, weight, dx[part])
             if need_dw:
                 accumulate_dw(dw, logits, x_part, first=start == 0)
     if need_dx:

@@ -8,6 +8,7 @@ micro-batches in fp32.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -38,7 +39,7 @@ class ComputeCopies:
                 self._slots.append((module, name, parameter))
         self._parameter_of = {copy: parameter for parameter, copy in self.of.items()}
         self._versions = {parameter: parameter._version for parameter in self.of}
-        self._summing = False
+        self._summing = self._postponed = False
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self.active = False
         model.register_forward_pre_hook(lambda *_: self.enter())
@@ -97,9 +98,21 @@ class ComputeCopies:
         for copy in self.of.values():
             copy.grad = None
 
+    @contextlib.contextmanager
+    def summed_at_once(self) -> Iterator[None]:
+        """Add the gradients of a backward pass in here at the end, on the current stream, not one by one on the stream
+        that autograd keeps for each parameter: a CUDA graph can only be captured on one."""
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = False
+        for copy in self.of.values():
+            self._keep_sum(copy)
+
     @torch.no_grad()
     def _keep_sum(self, copy: torch.Tensor) -> None:
-        if not self._summing or copy.grad is None:
+        if not self._summing or self._postponed or copy.grad is None:
             return
         parameter = self._parameter_of[copy]  # pyright: ignore[reportArgumentType]
         if parameter.grad is None:

@@ -86,7 +86,8 @@ class _Captured:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             loss = model(self.tokens, self.targets, reduction="sum")
-            (loss / self.count).backward()
+            with copies.summed_at_once():
+                (loss / self.count).backward()
             self.loss = loss.detach()
         self.gradients = {copy: copy.grad for copy in copies.of.values() if copy.grad is not None}
 

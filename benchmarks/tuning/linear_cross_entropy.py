@@ -11,10 +11,11 @@ import torch
 from tuning.base import Target
 
 from fuselm.kernels import linear_cross_entropy as module
+from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import launch_forward
 from fuselm.kernels.loss_scaling import launch_multiply
 
-SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304))
+SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304), (32768, 768, 50257))
 CHUNK = 4096
 PARTS = ("logits", "loss", "dx", "dweight of the first chunk", "dweight of a later chunk", "dweight to bf16")
 ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_rows"
@@ -50,7 +51,8 @@ def _whole(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[Calla
 def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     rows, dim, vocab = (CHUNK, dim, vocab) if device.type == "cuda" else (8, 8, 64)
     x, weight, targets = (t.detach() for t in _inputs(rows, dim, vocab, device))
-    logits = x @ weight.t()
+    logits = logits_buffer(rows, vocab, x.dtype, device)
+    multiply_logits(x, weight, logits)
     filled = logits.clone()
     dx = torch.empty_like(x)
     dw = torch.zeros((vocab, dim), device=device)
@@ -59,7 +61,7 @@ def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callab
 
     def run() -> None:
         if name == "logits":
-            torch.mm(x, weight.t(), out=logits)
+            multiply_logits(x, weight, logits)
         elif name == "loss":
             launch_forward(
                 filled[None],
@@ -73,11 +75,11 @@ def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callab
                 scale=one,
             )
         elif name == "dx":
-            torch.mm(logits, weight, out=dx)
+            multiply_dx(logits, weight, dx)
         elif name == "dweight to bf16":
             launch_multiply(dw, torch.empty_like(weight), one)
         else:
-            module.accumulate_dw(dw, logits, x, first="first" in name)
+            accumulate_dw(dw, logits, x, first="first" in name)
 
     return run, lambda: None
 
