@@ -128,6 +128,7 @@ def prepare(
     tokenizer: Path | None = None,
     encoding: str | None = None,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
+    tokenizer_chars: int = TOKENIZER_TRAINING_CHARS,
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     text_key: str = "text",
@@ -152,9 +153,10 @@ def prepare(
             these in a .toml file (see `fuselm.train.mixture`).
         output: the folder to make.
         tokenizer: a tokenizer.json, tiktoken ranks or a SentencePiece model to use; None trains one on the training
-            split (on 2^27 characters from all files).
+            split.
         encoding: which encoding a file of ranks is; None tells by their number.
         vocab_size: tokens to train, at least 257; not used with `tokenizer`.
+        tokenizer_chars: characters, from all files alike, to train them on.
         validation_fraction: share of the text for validation, in [0, 1).
         shard_tokens: tokens a shard.
         text_key: the key of the text in JSON lines, or its column.
@@ -176,6 +178,8 @@ def prepare(
         raise UserError(f"shard_tokens is {shard_tokens}; a shard needs at least 1 token")
     if workers < 0:
         raise UserError(f"workers is {workers}; it must be at least 0, for one a core")
+    if tokenizer_chars < 1:
+        raise UserError(f"tokenizer_chars is {tokenizer_chars}; it must be at least 1")
     if tokenizer is None:
         check_vocab_size(vocab_size)
         for name, token in (("eos_token", eos_token), ("bos_token", bos_token), ("encoding", encoding)):
@@ -191,6 +195,7 @@ def prepare(
         "source_fingerprint": mixture.fingerprint,
         "sources": mixture.describe(),
         "trained_vocab_size": vocab_size if given is None else None,
+        "tokenizer_chars": tokenizer_chars if given is None else None,
         "validation_fraction": validation_fraction,
         "validation_by": ["document" if w else "tail" for w in whole],
         "keep_duplicates": keep_duplicates,
@@ -204,7 +209,7 @@ def prepare(
         (folder / INDEX_FILE).unlink(missing_ok=True)  # written by a process that was killed a moment later
         if not (folder / TOKENIZER_FILE).exists():
             if given is None:
-                given = _train(mixture, whole, validation_fraction, vocab_size, progress)
+                given = _train(mixture, whole, validation_fraction, vocab_size, tokenizer_chars, progress)
             _replace(folder / TOKENIZER_FILE, given)
         content = (folder / TOKENIZER_FILE).read_bytes()
         coder = TextTokenizer.from_json(content, eos_token=eos_token, bos_token=bos_token, origin=tokenizer or "")
@@ -251,12 +256,12 @@ def prepare(
     )
 
 
-def _train(mixture: Mixture, whole: list[bool], fraction: float, vocab_size: int, progress: bool) -> bytes:
-    total = min(TOKENIZER_TRAINING_CHARS, mixture.text_bytes or TOKENIZER_TRAINING_CHARS)
+def _train(mixture: Mixture, whole: list[bool], fraction: float, vocab_size: int, chars: int, progress: bool) -> bytes:
+    total = min(chars, mixture.text_bytes or chars)
 
     def texts() -> Iterator[str]:
         with _bar("reading text for the tokenizer", total, progress) as (bar, task):
-            for piece in sample_pieces(mixture, whole, fraction, TOKENIZER_TRAINING_CHARS):
+            for piece in sample_pieces(mixture, whole, fraction, chars):
                 if piece.split == "train":
                     yield piece.text
                 bar.advance(task, len(piece.text))
@@ -445,6 +450,8 @@ class Arguments:
     """For a ranks file: gpt2, cl100k_base, o200k_base or llama3; by default told by the number of ranks."""
     vocab_size: int = DEFAULT_VOCAB_SIZE
     """Tokens of the BPE to train."""
+    tokenizer_chars: int = TOKENIZER_TRAINING_CHARS
+    """Characters, from all files alike, to train them on."""
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION
     """Share of the text that is kept for validation."""
     shard_tokens: int = DEFAULT_SHARD_TOKENS
