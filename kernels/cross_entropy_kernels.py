@@ -13,13 +13,14 @@ Both passes are bound by instructions unless they are lean, so:
   running maximum once and rescales the running sum once.
 - The second pass writes p · factor. Upstream gradient, z-loss, the gradient of lse and the low part of lse are in the
   factor, computed once a row; the target's element is computed apart and stored after a barrier.
+- While a program writes, it asks for the row that its SM takes next, so that memory is read during the second pass too.
 - With stages, later blocks are on their way to shared memory (cp.async) while one is worked on: few programs then keep
   enough bytes in flight. Triton leaves the loops as they are with one stage.
 """
 
 from __future__ import annotations
 
-from fuselm.kernels._triton import HAVE_TRITON, jit, tl
+from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
 from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, sum_of_vectors, tanh
 
 VECTOR_BYTES = 16
@@ -30,6 +31,7 @@ if HAVE_TRITON:
     _LN2 = tl.constexpr(0.6931471824645996)
     _LN2_LOW = tl.constexpr(7.348693209507928e-09)
     _LOWEST = tl.constexpr(-3.0e38)
+    _INTERPRET = tl.constexpr(INTERPRET)
 
 
 @jit
@@ -49,6 +51,18 @@ def _head(offset, shift, vocab, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
 @jit
 def _lanes(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     return tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK / VECTOR, VECTOR]
+
+
+@jit
+def _prefetch_row(row, count, THREADS: tl.constexpr):
+    # asks for the first `count` elements of a row, in lines of 128 bytes, one a thread at a time; they come to L2
+    LINE: tl.constexpr = 128 // (row.dtype.element_ty.primitive_bitwidth // 8)
+    lines = tl.arange(0, THREADS) * LINE
+    for start in range(0, count, THREADS * LINE):
+        address = (row + tl.minimum(start + lines, count - 1)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @jit
@@ -284,6 +298,7 @@ def cross_entropy_forward_kernel(
     label_smoothing,
     z_loss,
     softcap,
+    ahead,
     PARTIAL: tl.constexpr,
     SKIP_IGNORED: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
@@ -295,6 +310,8 @@ def cross_entropy_forward_kernel(
     ALIGNMENT: tl.constexpr,
     READ_STAGES: tl.constexpr,
     WRITE_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -338,6 +355,11 @@ def cross_entropy_forward_kernel(
 
     if WRITE_GRADIENT:
         tl.debug_barrier()  # in place: nobody may write before all have read the target's logit
+        if AHEAD > 0 and not _INTERPRET:
+            later = row + ahead
+            if later < tl.num_programs(0):
+                later_row = logits_ptr + _row_offset(later, inner, stride_outer, stride_inner)
+                _prefetch_row(later_row, tl.minimum(vocab, AHEAD), THREADS)
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr + row.to(tl.int64) * scale_stride)

@@ -65,7 +65,8 @@ def launch_forward(
         return
     ignore_index, label_smoothing, z_loss, softcap = options
     written = logits if gradient is None else gradient
-    launch = cross_entropy_launch(vocab, logits.dtype, device_profile(logits.device), softcap != 0)
+    profile = device_profile(logits.device)
+    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         cross_entropy_forward_kernel[(outer * inner,)](
             logits,
@@ -88,6 +89,7 @@ def launch_forward(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
+            ahead=profile.num_sms * launch.resident,
             PARTIAL=total is not None,
             SKIP_IGNORED=skip_ignored and grad_lse is None,
             WRITE_GRADIENT=gradient is not None,
@@ -97,6 +99,8 @@ def launch_forward(
             HAS_SOFTCAP=softcap != 0,
             READ_STAGES=launch.read_stages,
             WRITE_STAGES=launch.write_stages,
+            AHEAD=launch.ahead if gradient is not None else 0,
+            THREADS=32 * launch.num_warps,
             BLOCK=launch.block,
             num_warps=launch.num_warps,
             **_geometry(logits, written),

@@ -17,34 +17,32 @@ from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
 SHAPES = ((8192, 128256), (16384, 50304), (16384, 32000), (16384, 50257), (8192, 128255))
 CHECKED_ROWS = 64
-# logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, stages of both passes
+# logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, stages of both passes,
+# logits of the next row that it asks L2 for, programs on an SM
 LAUNCHES = {
     "wide": (
         (32768, 32, 1, 1),
+        (32768, 32, 1, 1, 65536, 1),
+        (32768, 32, 1, 1, 131072, 1),
+        (32768, 32, 1, 1, 32768, 1),
+        (16384, 32, 1, 1, 32768, 2),
+        (16384, 32, 3, 1, 65536, 2),
+        (16384, 32, 3, 3, 65536, 2),
         (16384, 32, 3, 3),
-        (16384, 32, 3, 1),
-        (8192, 32, 3, 3),
-        (8192, 32, 4, 4),
-        (32768, 32, 3, 1),
-        (16384, 32, 4, 2),
-        (8192, 16, 3, 3),
-        (8192, 32, 4, 1),
-        (16384, 16, 3, 3),
-        (16384, 32, 1, 1),
+        (8192, 32, 4, 4, 65536, 2),
+        (32768, 32, 3, 1, 65536, 1),
     ),
     "middle": (
         (8192, 16, 1, 1),
+        (16384, 32, 1, 1, 65536, 2),
+        (8192, 32, 1, 1, 65536, 2),
+        (32768, 32, 1, 1, 65536, 1),
+        (8192, 16, 1, 1, 16384, 4),
+        (8192, 16, 1, 1, 65536, 4),
+        (16384, 32, 1, 1, 32768, 2),
         (8192, 16, 3, 3),
-        (8192, 16, 3, 1),
-        (4096, 16, 3, 3),
-        (4096, 16, 4, 4),
-        (4096, 8, 3, 3),
-        (4096, 8, 1, 1),
-        (2048, 8, 4, 4),
-        (8192, 32, 3, 3),
-        (16384, 16, 1, 1),
-        (4096, 16, 4, 1),
-        (2048, 8, 3, 1),
+        (16384, 16, 1, 1, 65536, 3),
+        (8192, 16, 3, 3, 65536, 4),
     ),
 }
 

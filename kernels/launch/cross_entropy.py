@@ -19,12 +19,17 @@ class CrossEntropyLaunch:
         read_stages: blocks of the first pass (the logsumexp) under way at a time, all but one in shared memory; 1 loads
             straight into registers.
         write_stages: the same of the second pass (the gradient).
+        ahead: logits for which a program asks L2 while it writes the gradient: the first ones of the row that takes its
+            place on the SM.
+        resident: programs that run on an SM at a time; says which row that is.
     """
 
     block: int
     num_warps: int
     read_stages: int = 1
     write_stages: int = 1
+    ahead: int = 0
+    resident: int = 1
 
 
 def cross_entropy_launch(
