@@ -15,7 +15,7 @@ from fuselm.kernels.attention.hopper_backward import hopper_backward
 from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 from fuselm.kernels.launch.attention import TileLaunch
-from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, HopperForwardLaunch
+from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, HopperForwardLaunch, Schedule
 
 # batch, length, heads, kv_heads, head_dim
 ROWS = (
@@ -88,10 +88,23 @@ def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
     )
 
 
-def _backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    block_m = 128 if head_dim == 64 else 64
-    choices = ((True, 32), (True, 16), (False, 32), (True, 64))
-    return tuple(HopperBackwardLaunch(block_m, 2, m * MIB, deferred) for deferred, m in choices)
+def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
+    """schedule, dQ from the registers, turns, section in MiB. At head_dim 64 the other combinations spill."""
+    block_m, section = (128, 16) if head_dim == 64 else (64, 32)
+    choices: list[tuple[Schedule, bool, bool, int]] = [
+        ("lagged", True, False, section),
+        ("lagged", True, True, section),
+        ("beside", True, False, section),
+        ("deferred", True, False, section),
+        ("lagged", True, False, 48 - section),
+    ]
+    if head_dim == 128:
+        choices.append(("lagged", False, False, section))
+        choices.append(("lagged", False, True, section))
+        choices.append(("beside", False, False, section))
+    return tuple(
+        HopperBackwardLaunch(block_m, 2, mib * MIB, schedule, direct, turns) for schedule, direct, turns, mib in choices
+    )
 
 
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:
@@ -122,7 +135,7 @@ TARGETS = [
         Target(
             _name("backward", "hopper", row),
             f"{_HOPPER}backward.hopper_backward_launch",
-            _backward_candidates(row[-1]),
+            backward_candidates(row[-1]),
             functools.partial(_backward, hopper_backward, row),
             0,
         ),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from fuselm.kernels._triton import device_profile, jit, tl
+from fuselm.kernels._triton import device_profile, tl
 from fuselm.kernels.attention.hopper_common import (
     LOG2E,
     barrier_ring,
@@ -35,71 +35,12 @@ from fuselm.kernels.attention.hopper_common import (
     tile_table,
     tma,
     tma_load,
-    tma_reduce_add,
     tma_refusal,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
+from fuselm.kernels.attention.hopper_dq import add_dq, finish_kernel, prepare_kernel
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
-
-
-@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
-def _prepare_kernel(
-    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr,
-    o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
-    queries, keys, heads, documents, tiles,
-    HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ."""
-    program = tl.program_id(0)
-    tile = program % tiles
-    instance = (program // tiles).to(tl.int64)
-    head = instance % heads
-    batch = instance // heads
-    first, rows, row_begin, _others, _other_begin = locate(
-        tile, cu_q_ptr, cu_k_ptr, queries, keys, documents, PACKED, BLOCK_M
-    )
-    row = first + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, HEAD_DIM)
-    begin = row_begin.to(tl.int64)
-    o_base = o_ptr + batch * o_batch + head * o_head + begin * o_row
-    do_base = do_ptr + batch * do_batch + head * do_head + begin * do_row
-    o = load_tile(o_base, row, o_row, col, rows, True, HEAD_DIM, HEAD_DIM, True)
-    do = load_tile(do_base, row, do_row, col, rows, True, HEAD_DIM, HEAD_DIM, True)
-    delta = tl.sum(o * do, 1)
-    lse2 = tl.load(lse2_ptr + instance * queries + begin + row, mask=row < rows, other=float("-inf"))
-    if HAS_DLSE:
-        dlse2 = dlse2_ptr + batch * dlse_batch + head * dlse_head + (begin + row) * dlse_row
-        delta -= tl.load(dlse2, mask=row < rows, other=0.0).to(tl.float32) * 1.4426950408889634
-    # Merging formulas send NaN into an lse2 of -inf; such a row has no probabilities for it to act on.
-    blind = lse2 == float("-inf")
-    padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(delta_ptr + padded, tl.where(blind, 0.0, delta))
-    tl.store(padded_lse2_ptr + padded, tl.where(blind, float("inf"), lse2))
-    zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :], zeros)
-
-
-@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
-def _finish_kernel(
-    dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
-    queries, keys, heads, documents, tiles,
-    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Of one block of queries and one head: dQ in its dtype."""
-    program = tl.program_id(0)
-    tile = program % tiles
-    instance = (program // tiles).to(tl.int64)
-    first, rows, row_begin, _others, _other_begin = locate(
-        tile, cu_q_ptr, cu_k_ptr, queries, keys, documents, PACKED, BLOCK_M
-    )
-    row = first + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, HEAD_DIM)
-    padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dq = tl.load(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :])
-    dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
-    store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
 
 
 @gluon_jit
@@ -122,7 +63,7 @@ def _produce(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _idle = barriers
+    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _turns, _idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, _window = problem
     instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
         _locate_keys(gl.program_id(0), table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
@@ -154,25 +95,31 @@ def _produce(
 
 
 @gluon_jit
-def _add_dq(dq_desc, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Adds a consumer's half of a block of dQ, whose first row in the padded array is `row`, to what is there."""
-    tma.store_wait(0)  # the block before has left the buffer
-    buffer.store(dq)
-    fence_async_shared()
-    if HEAD_DIM == 128:
-        tma_reduce_add(dq_desc, [row, 64 * ME], buffer)
-    else:
-        tma_reduce_add(dq_desc, [row + 64 * ME, 0], buffer)
+def _multiply_dq(ds_s, k_s, pair, half: tl.constexpr, ME: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Starts a consumer's half of dS·K, from the dS of both consumers in buffer `pair`."""
+    ds_0 = ds_s.index(2 * pair)
+    ds_1 = ds_s.index(2 * pair + 1)
+    k_0 = matrix(k_s.index(0))
+    k_1 = matrix(k_s.index(1))
+    if HEAD_DIM == 128:  # a half of the columns each
+        k_0 = k_0.slice(64 * ME, 64, 1)
+        k_1 = k_1.slice(64 * ME, 64, 1)
+    if BLOCK_M == 128:  # a half of the queries each
+        ds_0 = ds_0.slice(64 * ME, 64, 1)
+        ds_1 = ds_1.slice(64 * ME, 64, 1)
+    no_half = gl.zeros([64, 64], gl.float32, half)
+    dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon_jit
 def _consume(
-    buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
+    buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, DEFERRED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = dk_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -186,7 +133,7 @@ def _consume(
     kv_head = instance % kv_heads
     k = matrix(k_s.index(ME))
     v = matrix(v_s.index(ME))
-    dq_half = dq_s.index(ME)
+    dq_half = dq_s.index(ME) if not DIRECT else dq_s
     # A key sees queries [low, high); one that does not exist, none.
     key = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     low = gl.where(key < rows, 0, 1 << 30)
@@ -199,17 +146,19 @@ def _consume(
     # one to the other between the products' fence and the products, which makes ptxas wait there.
     zero = gl.inline_asm_elementwise("mov.f32 $0, 0f00000000;", "=f,r", [key], dtype=gl.float32, is_pure=True, pack=1)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
-    no_half = gl.zeros([64, 64], gl.float32, half)
     dk = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
     dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
     statistics = other_begin // BLOCK_M + document
     mbarrier.wait(kv_full.index(ME), 0)
-    # One loop over the blocks of all heads of the group. With DEFERRED, dQ of a block leaves the registers in the next
-    # pass, beside a product of that pass; the first pass adds zeros.
+    # One loop over the blocks of all heads of the group.
     block = block_begin
     padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
-    dq = gl.zeros([64, 64], gl.float32, half)
     dq_row = padded + block * BLOCK_M
+    dq = gl.zeros([64, 64], gl.float32, half)
+    if SCHEDULE == "lagged":  # before the first block, dS is 0
+        ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(0), count=1)
     for done in range(group * count):
         slot = done % STAGES  # pyright: ignore[reportOperatorIssue]
         phase = done // STAGES & 1
@@ -218,11 +167,13 @@ def _consume(
         # dP starts from -delta instead of 0: the registers of delta are those of the sum.
         dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
         s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if DEFERRED:
-            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
+        if SCHEDULE == "deferred":
+            add_dq(dq_desc, dq_ptr, dq_half, dq, dq_row, ME, HEAD_DIM, DIRECT)
         mbarrier.wait(do_full.index(slot), phase)
         do = matrix(do_s.index(slot))
         dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        if TURNS:  # the products of a pass and the first two of the next are issued: now the other consumer's
+            mbarrier.arrive(turns.index(1 - ME), count=1)
         s = warpgroup_mma_wait(1, deps=(s,))
         lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
         p = gl.exp2(s * score_scale - lse2[None, :])
@@ -235,46 +186,73 @@ def _consume(
             p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
             if WINDOW:
                 p = gl.where((column & -7) < (high - row)[:, None] - (column & 6), p, 0.0)
+        if TURNS:
+            mbarrier.wait(turns.index(ME), (done + ME) & 1)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p * dp).to(dtype)
-        dk = warpgroup_mma(gl.convert_layout(ds, left, assert_trivial=True), q, dk, is_async=True)
-        # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
-        # after its product out of this buffer.
-        pair = done & 1
-        ds_s.index(2 * pair + ME).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(pair), count=1)
-        mbarrier.wait(ds_full.index(pair), done // 2 & 1)
-        ds_0 = ds_s.index(2 * pair)
-        ds_1 = ds_s.index(2 * pair + 1)
-        k_0 = matrix(k_s.index(0))
-        k_1 = matrix(k_s.index(1))
-        if HEAD_DIM == 128:  # a half of the columns each
-            k_0 = k_0.slice(64 * ME, 64, 1)
-            k_1 = k_1.slice(64 * ME, 64, 1)
-        if BLOCK_M == 128:  # a half of the queries each
-            ds_0 = ds_0.slice(64 * ME, 64, 1)
-            ds_1 = ds_1.slice(64 * ME, 64, 1)
-        dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
-        dq = warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
-        dv = warpgroup_mma_wait(3, deps=(dv,))
-        mbarrier.arrive(do_empty.index(slot), count=1)
-        dk = warpgroup_mma_wait(2, deps=(dk,))
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if SCHEDULE == "lagged":
+            # Keeps the compiler from computing dS behind the product below, which has no registers beside P and dP.
+            ds = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ds], dtype=ds.dtype, is_pure=False, pack=2)
+        ds_left = gl.convert_layout(ds, left, assert_trivial=True)
+        if SCHEDULE == "lagged":
+            # dQ of the block before. Its dS was complete when this pass began, or nearly so: the consumers need not
+            # keep step, and one's softmax can meet the other's products.
+            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
+            fence_async_shared()
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+            # Says two things: this dS is there, and the one before has been read.
+            mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
+            mbarrier.arrive(do_empty.index(slot), count=1)
+            add_dq(dq_desc, dq_ptr, dq_half, dq * scale, dq_row, ME, HEAD_DIM, DIRECT)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
+        else:
+            if SCHEDULE == "deferred":
+                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
+            # after its product out of this buffer.
+            ds_s.index(2 * (done & 1) + ME).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(done & 1), count=1)
+            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            if SCHEDULE == "deferred":
+                dv = warpgroup_mma_wait(3, deps=(dv,))
+                mbarrier.arrive(do_empty.index(slot), count=1)
+                dk = warpgroup_mma_wait(2, deps=(dk,))
+                mbarrier.arrive(q_empty.index(slot), count=1)
+                # Scaled here rather than at the end: ptxas would wait for the next product before it lets the registers
+                # of this one out; those of a result of other arithmetic it lets go.
+                dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
+            else:
+                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+                dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+                mbarrier.arrive(do_empty.index(slot), count=1)
+                add_dq(dq_desc, dq_ptr, dq_half, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM, DIRECT)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                mbarrier.arrive(q_empty.index(slot), count=1)
         dq_row = padded + block * BLOCK_M
         block += 1
         if block == block_begin + count:  # on to the next head
             block = block_begin
             padded += query_tiles * BLOCK_M
-        # Scaled here rather than at the end: ptxas would wait for the next product before it lets the registers of this
-        # one out; those of a result of other arithmetic it lets go.
-        dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
-        if not DEFERRED:
-            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
-    if DEFERRED:
+    if TURNS:
+        if ME == 0:
+            mbarrier.arrive(turns.index(1), count=1)
+    if SCHEDULE == "deferred":
         if count > 0:
-            _add_dq(dq_desc, dq_half, dq, dq_row, ME, HEAD_DIM)
+            add_dq(dq_desc, dq_ptr, dq_half, dq, dq_row, ME, HEAD_DIM, DIRECT)
+    if SCHEDULE == "lagged":
+        pairs = group * count
+        mbarrier.wait(ds_full.index(pairs & 1), pairs // 2 & 1)
+        if count > 0:
+            dq = _multiply_dq(ds_s, k_s, pairs & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_dq(dq_desc, dq_ptr, dq_half, dq * scale, dq_row, ME, HEAD_DIM, DIRECT)
     v.store(dv.to(dtype))
     fence_async_shared()
     store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
@@ -290,10 +268,10 @@ def _consume(
     do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
 )
 def _hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc, table_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr, DEFERRED: tl.constexpr,
+    STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -304,24 +282,25 @@ def _hopper_backward_kernel(
     delta_s = ring(delta_desc, STAGES)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-    dq_s = ring(dq_desc, 2)
+    dq_s = ring(dq_desc, 2) if not DIRECT else lse2_s
     kv_full = barrier_ring(2, 1)
     q_full = barrier_ring(STAGES, 1)
     q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
     do_empty = barrier_ring(STAGES, 2)
     ds_full = barrier_ring(2, 2)
+    turns = barrier_ring(2, 1)
     idle = barrier_ring(1, 2)
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, DEFERRED)),
-            (_consume, (buffers, barriers, problem, dq_desc, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, DEFERRED)),
+            (_consume, (buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS)),
+            (_consume, (buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
                         PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES)),
         ],
@@ -374,7 +353,7 @@ def hopper_backward(
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
     with torch.cuda.device_of(q):
-        _prepare_kernel[(query_tiles * heads * batch,)](
+        prepare_kernel[(query_tiles * heads * batch,)](
             out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
             HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
@@ -390,16 +369,18 @@ def hopper_backward(
             flat_descriptor(padded_lse2, [block_m]),
             flat_descriptor(delta, [block_m]),
             flat_descriptor(dq_sum, [64, 64]),
+            dq_sum,
             rows_descriptor(dk, 64, packed),
             rows_descriptor(dv, 64, packed),
             lse2 if table is None else table,
             queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)), scale,
             scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
-            STAGES=launch.stages, DEFERRED=launch.deferred, num_warps=4, maxnreg=168,
+            STAGES=launch.stages, SCHEDULE=launch.schedule, DIRECT=launch.direct, TURNS=launch.turns,
+            num_warps=4, maxnreg=168,
         )  # fmt: skip
-        _finish_kernel[(query_tiles * heads * batch,)](
+        finish_kernel[(query_tiles * heads * batch,)](
             dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
-            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
+            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=launch.direct, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

@@ -7,10 +7,12 @@ counted as a whole warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
+Schedule = Literal["deferred", "beside", "lagged"]
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,20 @@ class HopperBackwardLaunch:
         block_m: queries a block.
         stages: query blocks in flight.
         section_bytes: queries and output gradients of the heads that are worked on together.
-        deferred: whether dQ of a block leaves the registers beside the next block's first product, not before it; it
-            takes fewer registers as well.
+        schedule: when a block's dQ is computed and leaves the registers. "deferred": computed last, leaves beside the
+            first product of the next block. "beside": computed before dK and leaves beside it. "lagged": as "beside",
+            but one block later, so that the two consumers, which need each other's dS for it, need not keep step.
+        direct: whether dQ is added to device memory from the registers, not by TMA through shared memory.
+        turns: whether the consumers take turns at issuing products, so that one's exponentials meet the other's
+            products; for "lagged", as the others keep step anyway.
     """
 
     block_m: int
     stages: int
     section_bytes: int
-    deferred: bool
+    schedule: Schedule = "deferred"
+    direct: bool = False
+    turns: bool = False
 
     @property
     def block_n(self) -> int:
@@ -99,8 +107,8 @@ def hopper_backward_launch(head_dim: int, profile: DeviceProfile) -> HopperBackw
     with 16; at head_dim 64 (32 x 1024) 0.538 with 32 and 0.502 with 16.
     """
     if head_dim == 64:
-        return HopperBackwardLaunch(128, 2, 16 * 2**20, True)
-    return HopperBackwardLaunch(64, 2, 32 * 2**20, True)
+        return HopperBackwardLaunch(128, 2, 16 * 2**20)
+    return HopperBackwardLaunch(64, 2, 32 * 2**20)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:

@@ -77,9 +77,30 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (2300, 2300), "documents_q": (0, 700, 701, 2250), "documents_k": (0, 700, 701, 2250)},
     ]
     sections = [  # one group of heads at a time, so that there are many sections
-        {"lengths": (900, 900), "heads": pair, "batch": 3, "section_bytes": 1} for pair in ((8, 4), (6, 6), (6, 1))
+        {"lengths": (900, 900), "heads": pair, "batch": 3, "launch": {"section_bytes": 1}}
+        for pair in ((8, 4), (6, 6), (6, 1))
     ]
-    listed = plain + full + uneven + heads + many + window + documents + extreme + long + sections
+    launches = [  # what benchmarks/tune.py may choose for the backward kernel
+        {"launch": dict(zip(("schedule", "direct", "turns"), choice, strict=True)), **shape}
+        for choice in (
+            ("beside", True, False),
+            ("lagged", True, False),
+            ("lagged", True, True),
+            ("deferred", True, False),
+            ("beside", False, False),
+            ("lagged", False, False),
+            ("lagged", False, True),
+        )
+        for shape in (
+            {"lengths": (64, 64)},
+            {"lengths": (385, 385), "heads": (8, 2), "batch": 2},
+            {"lengths": (70, 300), "causal": False},
+            {"lengths": (1025, 1025), "window": 400},
+            {"lengths": (300, 70)},
+            {"lengths": (1125, 1125), "documents_q": (0, 1, 129, 386, 1025), "documents_k": (0, 1, 129, 386, 1025)},
+        )
+    ]
+    listed = plain + full + uneven + heads + many + window + documents + extreme + long + sections + launches
     return [{"head_dim": head_dim, "heads": (4, 2), **case} for case in listed]
 
 
@@ -140,12 +161,16 @@ def counted_calls():
 
 @contextlib.contextmanager
 def replaced_launches(**fields: Any):
-    """The launches with other values of some fields."""
+    """The launches with other values of the fields that they have of these."""
     functions = {hopper_forward: "hopper_forward_launch", hopper_backward: "hopper_backward_launch"}
     kept = {module: getattr(module, name) for module, name in functions.items()}
 
     def changed(function: Any) -> Any:
-        return lambda *args: dataclasses.replace(function(*args), **fields)
+        def call(*args: Any) -> Any:
+            launch = function(*args)
+            return dataclasses.replace(launch, **{n: value for n, value in fields.items() if hasattr(launch, n)})
+
+        return call
 
     for module, name in functions.items():
         setattr(module, name, changed(kept[module]))
@@ -180,8 +205,7 @@ def run_case(case: dict, backward: bool) -> list[str]:
             *torch.autograd.grad([out, lse], [values[n] for n in "qkv"], [dout.to(out.dtype), dlse.to(lse.dtype)]),
         ]
 
-    fields = {name: case[name] for name in ("section_bytes",) if name in case}
-    with prefer_hopper(), replaced_launches(**fields), poisoned_memory(), counted_calls() as counts:
+    with prefer_hopper(), replaced_launches(**case.get("launch", {})), poisoned_memory(), counted_calls() as counts:
         ours = results(attention, inputs, backend="triton")
         again = results(attention, inputs, backend="triton")
         torch.cuda.synchronize()
@@ -218,6 +242,8 @@ def run_case(case: dict, backward: bool) -> list[str]:
 def main() -> None:
     group, head_dim = sys.argv[1], int(sys.argv[2])
     for case in cases(head_dim):
+        if "schedule" in case.get("launch", {}) and group == "forward":
+            continue
         print(json.dumps({"start": case}), flush=True)
         try:
             wrong = run_case(case, group == "backward")

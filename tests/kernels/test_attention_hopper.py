@@ -17,6 +17,7 @@ import torch
 
 from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
+from fuselm.kernels.attention.hopper_dq import finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import heads_a_section
 
@@ -136,6 +137,29 @@ def test_tile_table(device):
     assert common.tile_table(None, None, 310, 240, 32) == (None, 10)
 
 
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
+def test_dq_out_of_the_registers_order(head_dim, block_m, device):
+    """The last kernel puts back in order what the consumers' threads added block by block, 64 x 64 numbers as the
+    registers of a 64-row product hold them: four a thread, of rows r and r + 8, columns c and c + 1."""
+    queries, heads = block_m + 5, 2
+    exact = torch.randn(1, 2 * block_m, heads, head_dim, device=device)
+    order = torch.empty(64, 64, dtype=torch.long)
+    for thread, register in itertools.product(range(128), range(32)):
+        lane, piece = thread % 32, register // 4
+        row = thread // 32 * 16 + lane // 4 + register // 2 % 2 * 8
+        column = piece * 8 + lane % 4 * 2 + register % 2
+        order[row, column] = piece * 512 + thread * 4 + register % 4
+    blocks = exact[0].permute(1, 0, 2).reshape(heads, 2 * block_m // 64, 64, head_dim // 64, 64).transpose(2, 3)
+    added = torch.empty(*blocks.shape[:3], 4096, device=device)
+    added[..., order.flatten().to(device)] = blocks.flatten(-2)
+    dq = torch.empty(1, queries, heads, head_dim, device=device)
+    finish_kernel[(2 * heads,)](
+        added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2,
+        PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=True, num_warps=4,
+    )  # fmt: skip
+    assert torch.equal(dq, exact[:, :queries])
+
+
 def test_why_not_hopper(device):
     with prefer_hopper(False):
         assert "switched off" in explain_kernel(device).reason
@@ -147,6 +171,16 @@ def test_why_not_hopper(device):
     assert "begin at a multiple" in str(common.tma_refusal("k", odd[..., 1:65]))
     assert "stride 2" in str(common.tma_refusal("v", torch.zeros(1, 8, 4, 128)[..., ::2]))
     assert common.tma_refusal("q", torch.zeros(1, 1, 4, 64).expand(1, 8, 4, 64)) is not None
+
+
+def compile_in_a_process(program: str) -> list[list]:
+    """What `program` prints as JSON, run where Triton compiles."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def test_compiles_for_hopper():
@@ -170,18 +204,39 @@ def test_compiles_for_hopper():
                 report.append([k.name, head_dim, sorted(options), k.spill_bytes, k.warnings, k.shared_memory])
         print(json.dumps(report))
     """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=env, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    hopper = [row for row in report if "hopper" in row[0]]
+    hopper = [row for row in compile_in_a_process(program) if "hopper" in row[0]]
     assert len(hopper) == 4
     for name, head_dim, options, spills, warnings, shared in hopper:
         assert not warnings and shared <= 227 * 1024
         limit = 320 if "backward" in name else {64: 0, 128: 160}[head_dim]
         assert spills <= limit, (name, head_dim, options, spills)
+
+
+def test_backward_choices_compile():
+    """The likeliest of what benchmarks/tune.py tries on a card compile without serialised products, and spill no more
+    than the choice made: a launch function may give any of them."""
+    report = compile_in_a_process("""
+        import json, sys
+        import torch
+        from fuselm.kernels.aot import compile_only
+        from fuselm.kernels.attention import hopper_backward
+        sys.path.insert(0, "benchmarks")
+        from tuning.attention import backward_candidates
+        report = []
+        for head_dim in (64, 128):
+            q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
+            kv, lse2 = q[:, :, :2], torch.empty((2, 4, 300))
+            for launch in backward_candidates(head_dim)[:3]:
+                hopper_backward.hopper_backward_launch = lambda *_: launch
+                with compile_only(90) as compiled:
+                    hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
+                report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
+        print(json.dumps(report))
+    """)
+    kernels = [row[1:] for row in report if "hopper" in row[0]]
+    assert len(kernels) == 6
+    for launch, spills, warnings, shared in kernels:
+        assert not warnings and shared <= 227 * 1024 and spills <= 320, (launch, spills, warnings, shared)
 
 
 WORKER = Path(__file__).parent / "attention_hopper_worker.py"

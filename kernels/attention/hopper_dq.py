@@ -1,0 +1,100 @@
+"""dQ around the main kernel of the Hopper backward pass: what stands before it, behind it, and how it is added up."""
+
+from __future__ import annotations
+
+from fuselm.kernels._triton import jit, tl
+from fuselm.kernels.attention.hopper_common import fence_async_shared, gl, gluon_jit, tma, tma_reduce_add
+from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
+
+
+@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
+def prepare_kernel(
+    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr,
+    o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
+    queries, keys, heads, documents, tiles,
+    HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ."""
+    program = tl.program_id(0)
+    tile = program % tiles
+    instance = (program // tiles).to(tl.int64)
+    head = instance % heads
+    batch = instance // heads
+    first, rows, row_begin, _others, _other_begin = locate(
+        tile, cu_q_ptr, cu_k_ptr, queries, keys, documents, PACKED, BLOCK_M
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, HEAD_DIM)
+    begin = row_begin.to(tl.int64)
+    o_base = o_ptr + batch * o_batch + head * o_head + begin * o_row
+    do_base = do_ptr + batch * do_batch + head * do_head + begin * do_row
+    o = load_tile(o_base, row, o_row, col, rows, True, HEAD_DIM, HEAD_DIM, True)
+    do = load_tile(do_base, row, do_row, col, rows, True, HEAD_DIM, HEAD_DIM, True)
+    delta = tl.sum(o * do, 1)
+    lse2 = tl.load(lse2_ptr + instance * queries + begin + row, mask=row < rows, other=float("-inf"))
+    if HAS_DLSE:
+        dlse2 = dlse2_ptr + batch * dlse_batch + head * dlse_head + (begin + row) * dlse_row
+        delta -= tl.load(dlse2, mask=row < rows, other=0.0).to(tl.float32) * 1.4426950408889634
+    # Merging formulas send NaN into an lse2 of -inf; such a row has no probabilities for it to act on.
+    blind = lse2 == float("-inf")
+    padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(delta_ptr + padded, tl.where(blind, 0.0, delta))
+    tl.store(padded_lse2_ptr + padded, tl.where(blind, float("inf"), lse2))
+    zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :], zeros)
+
+
+@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
+def finish_kernel(
+    dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
+    queries, keys, heads, documents, tiles,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Of one block of queries and one head: dQ in its dtype."""
+    program = tl.program_id(0)
+    tile = program % tiles
+    instance = (program // tiles).to(tl.int64)
+    first, rows, row_begin, _others, _other_begin = locate(
+        tile, cu_q_ptr, cu_k_ptr, queries, keys, documents, PACKED, BLOCK_M
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, HEAD_DIM)
+    if DIRECT:  # a block of 64 x 64 lies as the consumer's threads held it: see `add_dq`
+        flat = tl.load(dq_sum_ptr + (instance * tiles + tile) * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM))
+        blocks = tl.reshape(flat, [BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
+        blocks = tl.permute(blocks, (0, 3, 6, 4, 1, 2, 5, 7))
+        dq = tl.reshape(blocks, [BLOCK_M, HEAD_DIM])
+    else:
+        padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        dq = tl.load(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :])
+    dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
+    store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
+
+
+@gluon_jit
+def add_dq(dq_desc, dq_ptr, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr, DIRECT: tl.constexpr):
+    """Adds a consumer's half of a block of dQ, whose first row in the padded array is `row`, to what is there.
+
+    By TMA out of shared memory, or (DIRECT) straight from the registers, four numbers a thread at a time: the 64 x 64
+    numbers then lie in the order (column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2), in which a
+    warp's 32 x 4 are next to each other. Shared memory is what the products of this kernel wait for.
+    """
+    if DIRECT:
+        pieces = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
+        flat = pieces.permute((3, 0, 2, 4, 1, 5)).reshape([4096])
+        order: tl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        flat = gl.convert_layout(flat, order, assert_trivial=True)
+        if HEAD_DIM == 128:
+            block = row // 64 * 2 + ME
+        else:
+            block = row // 64 + ME
+        pointers = dq_ptr + block.to(gl.int64) * 4096 + gl.arange(0, 4096, order)
+        gl.atomic_add(pointers, flat, sem="relaxed")
+    else:
+        tma.store_wait(0)  # the block before has left the buffer
+        buffer.store(dq)
+        fence_async_shared()
+        if HEAD_DIM == 128:
+            tma_reduce_add(dq_desc, [row, 64 * ME], buffer)
+        else:
+            tma_reduce_add(dq_desc, [row + 64 * ME, 0], buffer)
