@@ -86,7 +86,7 @@ def test_saves_end_in_time(tmp_path, monkeypatch, capsys):
     clock = iter(range(100))
     monkeypatch.setattr(bench_checkpoint, "_save", lambda *a: (next(clock), rows([0.1], [GIB])[0])[1])
     monkeypatch.setattr(bench_checkpoint.time, "perf_counter", lambda: 10.0 * next(clock))
-    steps = type("Steps", (), {"milliseconds": [1.0] * 9, "step": lambda s: None, "pause": lambda s: None})()
+    steps: Any = type("Steps", (), {"milliseconds": [1.0] * 9, "step": lambda s: None, "pause": lambda s: None})()
     monkeypatch.setattr(bench_checkpoint, "CheckpointWriter", lambda *a, **k: type("W", (), {"close": lambda s: 0})())
     steps.model = steps.optimizer = steps.world = None
     arguments = bench_checkpoint.Arguments(seconds=35.0)
