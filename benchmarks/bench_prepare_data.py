@@ -18,6 +18,7 @@ import json
 import os
 import random
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+from timing import environment
 
 LINES_KEPT = 20_000
 
@@ -127,7 +131,14 @@ def run_library(source: Path, tokenizer: Path) -> tuple[float, float]:
     return size / spent / 1e6, cpu
 
 
+def without_output(given: list[str]) -> list[str]:
+    """The options but for --output, which says nothing about the measurement."""
+    at = given.index("--output") if "--output" in given else len(given)
+    return given[:at] + given[at + 2 :]
+
+
 def main() -> None:
+    given = sys.argv[1:]
     parser = argparse.ArgumentParser(description="prepare_data beside encode_batch")
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -141,7 +152,13 @@ def main() -> None:
         size = make_corpus(folder / "text.jsonl", arguments.megabytes)
         print(f"made {size / 1e6:.1f} MB of text in {time.perf_counter() - began:.1f} s", flush=True)
         train = ["--vocab-size", str(arguments.vocab_size)]
-        result: dict[str, object] = {"bytes": size, "cores": len(os.sched_getaffinity(0))}
+        result: dict[str, object] = {
+            "environment": environment(torch.device("cpu")),
+            "command": shlex.join(["python", "benchmarks/bench_prepare_data.py", *without_output(given)]),
+            "bytes": size,
+            "cores": len(os.sched_getaffinity(0)),
+            "load_before": os.getloadavg()[0],
+        }
         if arguments.only_prepare:
             result["prepare"] = run_prepare(folder / "text.jsonl", folder / "out", train)
         else:
