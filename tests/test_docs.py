@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def _commands(page: Path) -> list[str]:
     lines = [line for block in _blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     commands = [line.split("  #")[0].strip() for line in lines]
     return [command for command in commands if command and not command.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def bundled_data(tmp_path_factory) -> Path:
+    """The bundled text, prepared once for all pages; the first run in a clone does it."""
+    folder = tmp_path_factory.mktemp("bundled")
+    _run("python train/pretrain.py --preset debug --training.steps 1", _clone(folder))
+    return folder / "runs" / "data"
 
 
 def _clone(folder: Path) -> Path:
@@ -75,9 +84,10 @@ def _pretrain_arguments(words: list[str]) -> list[str] | None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _commands(p)], ids=lambda p: p.stem)
-def test_shell_commands(page, tmp_path):
+def test_shell_commands(page, tmp_path, bundled_data):
     """In their order, as a reader of the page would type them."""
     folder = _clone(tmp_path)
+    shutil.copytree(bundled_data, folder / "runs" / "data")
     commands = _commands(page)
     if any("runs/demo" in command for command in commands):  # what `make demo` leaves behind, in short
         _run("python train/pretrain.py --preset debug --name demo --training.steps 2", folder)

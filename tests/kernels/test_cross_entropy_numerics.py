@@ -105,7 +105,7 @@ def test_a_vocabulary_of_one(options, device, generator):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab", [3, 8, 41, 133])
+@pytest.mark.parametrize("vocab", [3, 41])
 def test_rows_that_start_anywhere(vocab, dtype, device, generator):
     """Every distance from a 16-byte border, of the logits and, apart, of the gradient; nothing beside a row is read (it
     would show: NaN) or written."""
