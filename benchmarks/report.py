@@ -4,11 +4,11 @@
     python benchmarks/report.py benchmarks/results/kernels.json [...] --output benchmarks/results
     python benchmarks/report.py --compare old.json new.json
 
-Of bench_step.py's files it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png (loss
-curves and speed); of compare_kernels.py's OUTPUT/kernels.md (the summary), OUTPUT/kernels_full.md and the pictures
-kernels, kernels_time and kernels_roofline as PNG and SVG. It prints the tables and puts them into the pages, each
-between its two markers. --compare takes two files of compare_kernels.py and exits with 1 if a row of the new one is
-slower, takes more memory or fails: the regression gate.
+Of bench_step.py's files it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference; a table of its own for files
+with peers) and OUTPUT/steps.png (loss curves and speed); of compare_kernels.py's OUTPUT/kernels.md (the summary),
+OUTPUT/kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. It prints the tables
+and puts them into the pages, each between its two markers. --compare takes two files of compare_kernels.py and exits
+with 1 if a row of the new one is slower, takes more memory or fails: the regression gate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import matplotlib
 import tyro
 from report_kernels import KernelResults, changes, full_tables, merged, summary_table
 from report_plots import relative_times, roofline_shares, times_by_size
+from step_compare import FORMULAS, SAME_LOSS, SETTLED_STEP, loss_of, ours_of, percent
 
 from fuselm.model.flops import MFU_FORMULA
 
@@ -29,6 +30,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
+PEER_COLOURS = {"torchtitan": "#c44536", "hf+liger": "#6a994e", "hf+compile": "#9d8ec7", "hf": "#bdbdbd"}
+STYLES = {"torchtitan": "--", "hf+liger": "-.", "hf+compile": ":", "hf": (0, (1, 4))}
 MARKERS = ("<!-- steps -->", "<!-- /steps -->")
 KERNEL_MARKERS = ("<!-- kernels -->", "<!-- /kernels -->")
 NAMES = {"triton": "kernels=triton", "eager": "kernels=eager"}
@@ -58,7 +61,81 @@ class Arguments:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """The table, a row for each run, then what differs and where it was measured."""
+    """The tables: our runs among themselves, and beside the peers, each where there are such results."""
+    own = [result for result in results if not result.get("comparison")]
+    with_peers = [result for result in results if result.get("comparison")]
+    tables = [table(group) for table, group in ((own_table, own), (peer_table, with_peers)) if group]
+    return "\n".join(tables)
+
+
+def peer_table(results: list[dict[str, Any]]) -> str:
+    """A row for each run beside the peers, in the order in which they ran; then what it comes to, model by model."""
+    lines = [
+        "| model | GPUs | trained by | ms a step (20th to 80th percentile) | tok/s | MFU | causal MFU "
+        "| peak memory a GPU | loss | from ours | time / ours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for row in result["comparison"]:
+            name = f"{row['provider']}, again" if row["again"] else row["provider"]
+            start = f"| {result['preset']} | {row['gpus']} | {name} |"
+            if row["status"] != "ok":
+                reason = row["reason"].replace("|", "\\|")
+                lines.append(f"{start} {row['status']}: {reason} | | | | | | | |")
+                continue
+            timing = row["step_ms"]
+            apart = f"{row['loss_difference']:+.2%}" if "loss_difference" in row else ""
+            if not row.get("same_loss", True):
+                apart += ", **not the same training**"
+            ratio = f"{row['time_to_ours']:.2f}" if "time_to_ours" in row else ""
+            lines.append(
+                f"{start} {timing['median']:.1f} ({timing['low']:.1f} to {timing['high']:.1f}) | "
+                f"{row['tokens_per_second']:,.0f} | {percent(row['mfu'])} | {percent(row['mfu_causal'])} | "
+                f"{row['memory_gib']:.1f} GiB | {loss_of(row):.4f} at step {row['compared_step']} | {apart} | {ratio} |"
+            )
+    lines.append("")
+    for result in results:
+        for gpus in sorted({row["gpus"] for row in result["comparison"]}):
+            note = f" {result['note']}" if result["note"] else ""
+            where = f"{result['preset']} on {gpus} GPU{'s' if gpus > 1 else ''}"
+            steps = f"{result['steps']} steps, commit {result['environment']['commit']}."
+            lines.append(f"- {where}: {verdict(result['comparison'], gpus)} {steps}{note}")
+    facts = results[0]["environment"]
+    packages = ("torch", "triton", "transformers", "liger-kernel", "torchtitan")
+    versions = ", ".join(f"{name} {facts[name]}" for name in packages if name in facts)
+    lines += [
+        "",
+        f"{facts['card']}; {versions}. Medians are over the steps after step {SETTLED_STEP}. All begin with the same "
+        "weights and read the same tokens in the same order. The peers train under FSDP2, also on one GPU (fp32 "
+        "parameters, bf16 compute, fp32 reductions), with PyTorch's clipping and fused AdamW; ours as "
+        'train/pretrain.py does by default. "Time / ours" is the median over the mean of ours, first and again: '
+        f"above 1 ours is faster, below 1 slower. A loss further than {SAME_LOSS:.0%} from ours does not count. "
+        f"{FORMULAS}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(rows: list[dict[str, Any]], gpus: int) -> str:
+    """Ours against the fastest peer that trained the same, and how far our two runs are apart: a sentence or two."""
+    ours = ours_of(rows, gpus)
+    if not ours:
+        return "none of our runs ended well."
+    medians = [row["step_ms"]["median"] for row in ours]
+    drift = f" Our two runs differ by {abs(medians[1] / medians[0] - 1):.1%}." if len(medians) == 2 else ""
+    peers = [row for row in rows if row["gpus"] == gpus and not row["ours"] and row.get("same_loss")]
+    if not peers:
+        return f"no peer to compare with.{drift}"
+    best = min(peers, key=lambda row: row["step_ms"]["median"])
+    leanest = min(peers, key=lambda row: row["memory_gib"])
+    memory = max(row["memory_gib"] for row in ours)
+    return (
+        f"{best['provider']}, the fastest peer, takes {best['time_to_ours']:.2f} times our time; "
+        f"{leanest['provider']}, the leanest, takes {leanest['memory_gib'] / memory:.2f} times our memory.{drift}"
+    )
+
+
+def own_table(results: list[dict[str, Any]]) -> str:
+    """A row for each of our runs, then what differs and where it was measured."""
     lines = [
         "| model | GPUs | kernels | tok/s | MFU | peak memory a GPU | last loss | largest difference of losses |",
         "|---|---|---|---|---|---|---|---|",
@@ -102,29 +179,59 @@ def replace_table(page: str, table: str, markers: tuple[str, str] = MARKERS) -> 
     return f"{before}{opening}\n{table}{closing}{after}"
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A run as the picture shows it."""
+
+    name: str
+    colour: str
+    style: Any
+    losses: list[float]
+    tokens_per_second: float
+
+
+def curves_of(result: dict[str, Any]) -> list[Curve]:
+    """The runs of a result that the picture shows: not controls, not those that failed."""
+    rows = result.get("comparison") or [run | {"status": "ok", "again": False, "ours": True} for run in result["runs"]]
+    curves = []
+    for row in rows:
+        kernels = row.get("kernels", row.get("provider", "").removeprefix("fuselm (").removesuffix(")"))
+        known = kernels in (COLOURS if row["ours"] else PEER_COLOURS)
+        if row["status"] != "ok" or not known:
+            continue
+        name = NAMES[kernels] if row["ours"] else kernels
+        name += ", again" if row["again"] else ""
+        name += f", {row['gpus']} GPUs" if row["gpus"] > 1 else ""
+        style = STYLES.get(kernels, "-" if kernels == "triton" else "--")
+        colour = COLOURS[kernels] if row["ours"] else PEER_COLOURS[kernels]
+        curves.append(Curve(name, colour, style, row["losses"], row["tokens_per_second"]))
+    return curves
+
+
 def picture(results: list[dict[str, Any]], path: Path) -> None:
     """Loss curves above, tokens a second below, one column a model."""
-    shown = [result for result in results if len({run["kernels"] for run in result["runs"]}) > 1] or results
-    size = (5.2 * len(shown), 6)
-    figure, axes = plt.subplots(2, len(shown), figsize=size, dpi=130, layout="constrained", squeeze=False)
-    for column, result in enumerate(shown):
+    drawn = [(result, curves_of(result)) for result in results]
+    drawn = [(result, curves) for result, curves in drawn if len({curve.name for curve in curves}) > 1] or drawn
+    size = (5.2 * len(drawn), 6)
+    figure, axes = plt.subplots(2, len(drawn), figsize=size, dpi=130, layout="constrained", squeeze=False)
+    for column, (result, curves) in enumerate(drawn):
         loss, speed = axes[0][column], axes[1][column]
-        runs = [run for run in result["runs"] if run["kernels"] in COLOURS]  # controls are in the table only
-        for run in runs:
-            kernels = run["kernels"]
-            style = "-" if kernels == "triton" else "--"
-            steps = range(1, len(run["losses"]) + 1)
-            loss.plot(steps, run["losses"], style, color=COLOURS[kernels], label=NAMES[kernels], lw=1.6)
+        for curve in curves:
+            if not curve.name.endswith(", again"):
+                steps = range(1, len(curve.losses) + 1)
+                loss.plot(steps, curve.losses, linestyle=curve.style, color=curve.colour, label=curve.name, lw=1.6)
         loss.set_title(f"{result['preset']}: training loss")
         loss.set_xlabel("optimizer step")
         loss.set_ylabel("loss (nats a token)")
         loss.legend()
         loss.grid(alpha=0.3)
-        names = [NAMES[run["kernels"]] + (f", {run['gpus']} GPUs" if run["gpus"] > 1 else "") for run in runs]
-        values = [run["tokens_per_second"] / 1e3 for run in runs]
-        bars = speed.barh(names, values, color=[COLOURS[run["kernels"]] for run in runs], height=0.5)
+        values = [curve.tokens_per_second / 1e3 for curve in curves]
+        bars = speed.barh(
+            range(len(curves)), values, color=[curve.colour for curve in curves], height=0.5,
+            tick_label=[curve.name for curve in curves],
+        )  # fmt: skip
         speed.bar_label(bars, labels=[f"{v:,.1f}k" for v in values], padding=3)
-        speed.set_xlim(0, max(values) * 1.18)
+        speed.set_xlim(0, max(values, default=1.0) * 1.18)
         speed.set_xlabel("thousand tokens a second")
         speed.set_title(f"{result['preset']}: speed, {result['environment']['card']}")
         speed.invert_yaxis()

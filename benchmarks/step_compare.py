@@ -82,7 +82,7 @@ def relate(rows: list[dict[str, Any]]) -> None:
         at = row["compared_step"] - 1
         theirs, own = row["losses"], ours[0]["losses"]
         row["loss_difference"] = (theirs[at] - own[at]) / own[at]
-        pairs = list(zip(theirs, own, strict=True))
+        pairs = list(zip(theirs, own, strict=False))  # a run of ours that went back has more
         row["largest_loss_difference"] = max(abs(a - b) / b for a, b in pairs[SETTLED_STEP:])
         row["same_loss"] = abs(row["loss_difference"]) <= SAME_LOSS  # also False where a loss is not a number
         medians = [run["step_ms"]["median"] for run in ours]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -42,14 +43,69 @@ def test_the_readme_shows_the_committed_results(report):
     assert table.strip() and report.replace_table(page, table) == page
     for line in table.splitlines():
         if line.startswith("| ") and line.split("|")[1].strip() not in ("model", ""):
-            model, gpus, kernels, speed = (cell.strip() for cell in line.split("|")[1:5])
-            runs = [
-                run
-                for path in RESULTS.glob(f"step_{model}*.json")
-                for run in json.loads(path.read_text())["runs"]
-                if (str(run["gpus"]), run["kernels"]) == (gpus, kernels)
-            ]
-            assert speed in {f"{run['tokens_per_second']:,.0f}" for run in runs}, line
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            files = [json.loads(path.read_text()) for path in RESULTS.glob(f"step_{cells[0]}*.json")]
+            runs = [run | {"provider": run["kernels"]} for file in files for run in file["runs"]]
+            runs += [row for file in files for row in file.get("comparison", ()) if row["status"] == "ok"]
+            here = [r for r in runs if (str(r["gpus"]), r["provider"]) == (cells[1], cells[2].removesuffix(", again"))]
+            speeds = {f"{run['tokens_per_second']:,.0f}" for run in here}
+            assert speeds & set(cells) or re.match("(failed|not run|not installed): ", cells[3]), line
+
+
+def _row(provider: str, ms: float, loss: float, *, ours: bool = False, again: bool = False) -> dict:
+    return {
+        "provider": provider, "ours": ours, "again": again, "gpus": 1, "status": "ok", "memory_gib": ms / 10,
+        "step_ms": {"median": ms, "low": ms - 1, "high": ms + 1, "steps": 4}, "tokens_per_second": 4096 / ms * 1e3,
+        "mfu": 0.5, "mfu_causal": 0.4375, "compared_step": 14, "losses": [9.0] * 10 + [loss] * 4,
+    }  # fmt: skip
+
+
+def _result_with_peers(rows: list[dict]) -> dict:
+    _module("step_compare").relate(rows)
+    facts = {"card": "a card", "torch": "2", "triton": "3", "transformers": "5", "commit": "c"}
+    return {
+        "preset": "p", "steps": 14, "note": "", "environment": facts, "runs": [], "comparison": rows,
+        "largest_loss_difference_after_step_10": None, "control_loss_differences": {},
+    }  # fmt: skip
+
+
+def test_a_peer_that_wins_is_shown_as_one_that_loses_and_one_that_failed_stays(report, tmp_path):
+    """Times 100 and 104 of ours: 2.00, 1.00 and 0.49 of their mean; the fastest trains something else."""
+    failed = {"provider": "hf+liger", "ours": False, "again": False, "gpus": 1, "status": "failed", "reason": "x | y"}
+    rows = [
+        _row("fuselm (triton)", 100.0, 4.0, ours=True),
+        _row("hf", 204.0, 4.01),
+        failed,
+        _row("torchtitan", 91.8, 4.0),
+        _row("hf+compile", 50.0, 4.2),
+        _row("fuselm (triton)", 104.0, 4.0, ours=True, again=True),
+    ]
+    result = _result_with_peers(rows)
+    text = report.markdown([result])
+    lines = [line for line in text.splitlines() if line.startswith("| p ")]
+    assert [line.split("|")[3].strip() for line in lines] == [
+        "fuselm (triton)", "hf", "hf+liger", "torchtitan", "hf+compile", "fuselm (triton), again",
+    ]  # fmt: skip
+    assert len({line.count("|") - line.count("\\|") for line in lines}) == 1, "every row has all columns"
+    assert (
+        "204.0 (203.0 to 205.0) | 20,078 | 50.0% | 43.8% | 20.4 GiB | 4.0100 at step 14 | +0.25% | 2.00 |" in lines[1]
+    )
+    assert "failed: x \\| y" in lines[2] and lines[3].endswith("| +0.00% | 0.90 |")
+    assert "+5.00%, **not the same training** | 0.49 |" in lines[4]
+    assert "torchtitan, the fastest peer, takes 0.90 times our time" in text
+    assert "Our two runs differ by 4.0%" in text and "6·L·H·D·S instead of 12·L·H·D·S" in text
+    curves = report.curves_of(result)
+    assert [curve.name for curve in curves] == [
+        "kernels=triton", "hf", "torchtitan", "hf+compile", "kernels=triton, again",
+    ]  # fmt: skip
+    report.picture([result], tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+
+
+def test_without_a_run_of_ours_nothing_is_claimed(report):
+    rows = [{"provider": "fuselm (triton)", "ours": True, "again": False, "gpus": 1, "status": "failed", "reason": "r"}]
+    text = report.markdown([_result_with_peers([*rows, _row("hf", 204.0, 4.0)])])
+    assert "none of our runs ended well" in text and "times our time" not in text
 
 
 def test_a_page_without_markers_is_refused(report):
