@@ -64,6 +64,8 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(writer, gate, make_
     assert outcome.error is None and outcome.folder == step_folder(tmp_path, 3) and writer.outcome() is None
     assert outcome.size == sum(p.stat().st_size for p in outcome.folder.iterdir() if p.name != "manifest.json")
     assert outcome.paused < outcome.seconds
+    shards = [p.stat().st_size for p in outcome.folder.glob("*.distcp")]
+    assert len(shards) == 2 and min(shards) > max(shards) / 2, "two threads share the work"
     fresh, optimizer = build(make_config(tmp_path, training__seed=9), world)
     load_checkpoint(outcome.folder, fresh, optimizer, world=world)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(fresh).items())
