@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import tyro
+
+from fuselm.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -31,10 +34,12 @@ def test_commands_for_a_gpu_are_parsed_by_their_program(command):
 
 
 def test_options_in_the_text_exist():
-    modules = [importlib.import_module(Path(path).stem) for path in ("compare_kernels.py", "quick.py", "report.py")]
+    scripts = ("compare_kernels", "quick", "report", "bench_step")
+    modules = [importlib.import_module(script) for script in scripts]
     known: set[str] = {
         name.replace("_", "-") for module in modules for name in vars(module)["Arguments"].__annotations__
     }
+    known |= {field.name for field in dataclasses.fields(TrainConfig)}  # --section.field, for pretrain.py
     for option in re.findall(r"--([a-z-]+)", PAGE):
         assert option in known, f"--{option}"
 
