@@ -27,6 +27,7 @@ ROWS = (
     (32, 1024, 12, 12, 64),
     (1, 16384, 16, 16, 64),
 )
+DETERMINISTIC_ROWS = ((4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 64))
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
 MIB = 2**20
 
@@ -107,6 +108,17 @@ def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
     )
 
 
+def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
+    """Ordered launches, and the same without the order, whose time says what the order costs."""
+    block_m = 128 if head_dim == 64 else 64
+    schedules: tuple[Schedule, ...] = ("beside",) if head_dim == 64 else ("lagged", "beside")
+    return tuple(
+        HopperBackwardLaunch(block_m, 2, 32 * MIB, schedule, True, False, ordered)
+        for ordered in (True, False)
+        for schedule in schedules
+    )
+
+
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:
     """Tiles of at most 128 x 128, and warps for them: four hold a warpgroup's 64 rows, eight two."""
     choices = itertools.product(ms, ns, (8, 4), stages)
@@ -121,49 +133,64 @@ def _name(direction: str, kernel: str, row: tuple[int, ...]) -> str:
 
 
 _HOPPER, _PORTABLE = "fuselm.kernels.attention.hopper_", "fuselm.kernels.attention.portable."
-TARGETS = [
-    target
-    for row in ROWS
-    for target in (
+TARGETS = (
+    [
+        target
+        for row in ROWS
+        for target in (
+            Target(
+                _name("forward", "hopper", row),
+                f"{_HOPPER}forward.hopper_forward_launch",
+                _forward_candidates(row[-1]),
+                functools.partial(_forward, hopper_forward, row),
+                0,
+            ),
+            Target(
+                _name("backward", "hopper", row),
+                f"{_HOPPER}backward.hopper_backward_launch",
+                backward_candidates(row[-1]),
+                functools.partial(_backward, hopper_backward, row),
+                0,
+            ),
+        )
+    ]
+    + [
         Target(
-            _name("forward", "hopper", row),
-            f"{_HOPPER}forward.hopper_forward_launch",
-            _forward_candidates(row[-1]),
-            functools.partial(_forward, hopper_forward, row),
-            0,
-        ),
-        Target(
-            _name("backward", "hopper", row),
+            _name("backward deterministic", "hopper", row),
             f"{_HOPPER}backward.hopper_backward_launch",
-            backward_candidates(row[-1]),
-            functools.partial(_backward, hopper_backward, row),
+            ordered_candidates(row[-1]),
+            functools.partial(_backward, functools.partial(hopper_backward, deterministic=True), row),
             0,
-        ),
-    )
-] + [
-    Target(_name(name, "portable", row), _PORTABLE + attribute, candidates, functools.partial(make, function, row), 0)
-    for row in PORTABLE_ROWS
-    for name, attribute, function, make, candidates in (
-        (
-            "forward",
-            "forward_launch",
-            portable_forward,
-            _forward,
-            _tile_candidates((128, 64), (128, 64, 32), (3, 2, 4)),
-        ),
-        (
-            "backward dk dv",
-            "key_value_launch",
-            portable_backward,
-            _backward,
-            _tile_candidates((64, 32, 128), (128, 64), (2, 3)),
-        ),
-        (
-            "backward dq",
-            "query_launch",
-            portable_backward,
-            _backward,
-            _tile_candidates((128, 64), (64, 128, 32), (2, 3)),
-        ),
-    )
-]
+        )
+        for row in DETERMINISTIC_ROWS
+    ]
+    + [
+        Target(
+            _name(name, "portable", row), _PORTABLE + attribute, candidates, functools.partial(make, function, row), 0
+        )
+        for row in PORTABLE_ROWS
+        for name, attribute, function, make, candidates in (
+            (
+                "forward",
+                "forward_launch",
+                portable_forward,
+                _forward,
+                _tile_candidates((128, 64), (128, 64, 32), (3, 2, 4)),
+            ),
+            (
+                "backward dk dv",
+                "key_value_launch",
+                portable_backward,
+                _backward,
+                _tile_candidates((64, 32, 128), (128, 64), (2, 3)),
+            ),
+            (
+                "backward dq",
+                "query_launch",
+                portable_backward,
+                _backward,
+                _tile_candidates((128, 64), (64, 128, 32), (2, 3)),
+            ),
+        )
+    ]
+)

@@ -24,7 +24,11 @@ HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_BY_DEFAULT = True
 """Whether calls that the Hopper kernels take run them without being asked (`prefer_hopper`)."""
 
+HOPPER_DETERMINISTIC_BY_DEFAULT = False
+"""Whether that holds for backward calls with deterministic=True as well, where dq is added up in order."""
+
 _hopper_enabled = HOPPER_BY_DEFAULT
+_hopper_deterministic = HOPPER_DETERMINISTIC_BY_DEFAULT
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,20 @@ class KernelChoice:
 
 
 @contextlib.contextmanager
-def prefer_hopper(enabled: bool = True) -> Iterator[None]:
-    """Within this context the Hopper kernels run wherever they can (or, with False, nowhere); for comparisons."""
-    global _hopper_enabled
-    before, _hopper_enabled = _hopper_enabled, enabled
+def prefer_hopper(enabled: bool = True, deterministic: bool = HOPPER_DETERMINISTIC_BY_DEFAULT) -> Iterator[None]:
+    """Within this context the Hopper kernels run wherever they can (or, with False, nowhere); for comparisons.
+
+    Args:
+        enabled: whether they run at all.
+        deterministic: whether they also run backward calls with deterministic=True.
+    """
+    global _hopper_enabled, _hopper_deterministic
+    before = _hopper_enabled, _hopper_deterministic
+    _hopper_enabled, _hopper_deterministic = enabled, deterministic
     try:
         yield
     finally:
-        _hopper_enabled = before
+        _hopper_enabled, _hopper_deterministic = before
 
 
 def hopper_refusal(
@@ -88,8 +98,8 @@ def hopper_refusal(
         return f"the Hopper kernels take head_dim {' and '.join(map(str, HOPPER_HEAD_DIMS))}, not {head_dim}"
     if softcap:
         return "the Hopper kernels have no softcap"
-    if direction == "backward" and deterministic:
-        return "the Hopper backward kernel adds dQ up in any order; deterministic=True asks for one"
+    if direction == "backward" and deterministic and not _hopper_deterministic:
+        return "the Hopper backward kernel adds dQ up in any order unless prefer_hopper(deterministic=True) is given"
     for name, x in zip("qkv", tensors, strict=False):
         if x.numel() == 0:
             return f"{name} is empty"

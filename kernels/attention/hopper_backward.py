@@ -4,8 +4,9 @@ Formulas as in portable.py, five products instead of seven: a program keeps 128 
 warpgroups with 64 of them each, and goes through the queries of all heads that share them:
     Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that Pᵀ and dSᵀ are left operands in registers: dV += Pᵀ·dO, dK += dSᵀ·Q;
     dS also goes to shared memory, where both consumers read all of it: each computes one half of dQ = dS·K, which is
-    added to an fp32 buffer in device memory by TMA.
-These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not).
+    added to an fp32 buffer in device memory.
+These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
+come tile by tile (`wait_for_turn`), and the bits are the same in every run.
 
 A kernel before it computes delta, zeroes the buffer, and writes lse2 and delta in whole blocks: a query that does not
 exist or saw no key gets lse2 = +inf, which makes its probabilities 0 without a mask. One behind it casts dQ.
@@ -39,7 +40,7 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.attention.hopper_dq import add_dq, finish_kernel, prepare_kernel
+from fuselm.kernels.attention.hopper_dq import add_dq, finish_kernel, pass_turn, prepare_kernel, wait_for_turn
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
 
 
@@ -59,14 +60,15 @@ def _locate_keys(position, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.
 
 @gluon_jit
 def _produce(
-    buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
+    position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _dq_s = buffers
     kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _turns, _idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, _window = problem
     instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
-        _locate_keys(gl.program_id(0), table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
+        _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
     )
     batch = instance // kv_heads
     kv_head = instance % kv_heads
@@ -80,13 +82,14 @@ def _produce(
         head = kv_head * group + member
         padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
         for block in range(count):
-            row = (block_begin + block) * BLOCK_M
+            step = count - 1 - block if ORDERED else block
+            row = (block_begin + step) * BLOCK_M
             slot = done % STAGES
             phase = done // STAGES & 1
             mbarrier.wait(q_empty.index(slot), phase ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
-            tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
-            tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
+            tma_load(lse2_desc, [padded + step * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
+            tma_load(delta_desc, [padded + step * BLOCK_M], q_full.index(slot), delta_s.index(slot))
             load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
             mbarrier.wait(do_empty.index(slot), phase ^ 1)
             mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
@@ -114,11 +117,13 @@ def _multiply_dq(ds_s, k_s, pair, half: tl.constexpr, ME: tl.constexpr, BLOCK_M:
 
 @gluon_jit
 def _consume(
-    buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
+    position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s = buffers
+    dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = dk_desc.dtype
@@ -127,7 +132,7 @@ def _consume(
     half: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, gradient, 2)
     instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count = (
-        _locate_keys(gl.program_id(0), table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
+        _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
     )
     batch = instance // kv_heads
     kv_head = instance % kv_heads
@@ -152,8 +157,21 @@ def _consume(
     mbarrier.wait(kv_full.index(ME), 0)
     # One loop over the blocks of all heads of the group.
     block = block_begin
+    tile = first // 128
+    before_end = block_begin
+    if ORDERED:
+        # The tiles of keys add to a block of dQ in the order of their numbers, which is that in which programs start:
+        # who waits, waits for one that runs. All begin at the last block: those side by side come one after the other.
+        block = block_begin + count - 1
+        before_begin, _begin, _end, before_count = query_blocks(
+            first - 128, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
+        )
+        if first > 0:
+            before_end = before_begin + before_count  # the tile before adds to the blocks below
     padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
     dq_row = padded + block * BLOCK_M
+    added_row = dq_row
+    turn = gl.where(block < before_end, tile, 0)
     dq = gl.zeros([64, 64], gl.float32, half)
     if SCHEDULE == "lagged":  # before the first block, dS is 0
         ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
@@ -174,6 +192,15 @@ def _consume(
         dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
         if TURNS:  # the products of a pass and the first two of the next are issued: now the other consumer's
             mbarrier.arrive(turns.index(1 - ME), count=1)
+        if ORDERED:  # while the products run: both take a way to the L2 cache and back
+            if SCHEDULE == "lagged":
+                pass_turn(turns_ptr, added_row, tile + 1, done > 1, ME, HEAD_DIM)
+                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
+                added_row = dq_row
+            else:
+                pass_turn(turns_ptr, dq_row, tile + 1, done > 0, ME, HEAD_DIM)
+                turn = gl.where(block < before_end, tile, 0)
+                wait_for_turn(turns_ptr, padded + block * BLOCK_M, turn, ME, HEAD_DIM)
         s = warpgroup_mma_wait(1, deps=(s,))
         lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
         p = gl.exp2(s * score_scale - lse2[None, :])
@@ -236,10 +263,17 @@ def _consume(
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(q_empty.index(slot), count=1)
         dq_row = padded + block * BLOCK_M
-        block += 1
-        if block == block_begin + count:  # on to the next head
-            block = block_begin
-            padded += query_tiles * BLOCK_M
+        if ORDERED:
+            turn = gl.where(block < before_end, tile, 0)
+            block -= 1
+            if block < block_begin:  # on to the next head
+                block = block_begin + count - 1
+                padded += query_tiles * BLOCK_M
+        else:
+            block += 1
+            if block == block_begin + count:
+                block = block_begin
+                padded += query_tiles * BLOCK_M
     if TURNS:
         if ME == 0:
             mbarrier.arrive(turns.index(1), count=1)
@@ -250,9 +284,15 @@ def _consume(
         pairs = group * count
         mbarrier.wait(ds_full.index(pairs & 1), pairs // 2 & 1)
         if count > 0:
+            if ORDERED:
+                pass_turn(turns_ptr, added_row, tile + 1, pairs > 1, ME, HEAD_DIM)
+                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
             dq = _multiply_dq(ds_s, k_s, pairs & 1, half, ME, BLOCK_M, HEAD_DIM)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_dq(dq_desc, dq_ptr, dq_half, dq * scale, dq_row, ME, HEAD_DIM, DIRECT)
+    if ORDERED:
+        if count > 0:
+            pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
     v.store(dv.to(dtype))
     fence_async_shared()
     store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
@@ -268,10 +308,11 @@ def _consume(
     do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
 )
 def _hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -294,15 +335,20 @@ def _hopper_backward_kernel(
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s)
     barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
+    outputs = (dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc)
+    position = gl.program_id(0)
+    if ORDERED:  # programs number themselves as they start, behind the turns of all pieces of dQ
+        pieces = instances * group * query_tiles * (BLOCK_M // 64) * (HEAD_DIM // 64)
+        position = gl.atomic_add(turns_ptr + pieces, 1)
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS)),
-            (_consume, (buffers, barriers, problem, dq_desc, dq_ptr, dk_desc, dv_desc, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS)),
-            (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
-                        PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES)),
+            (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS, ORDERED)),
+            (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS, ORDERED)),
+            (_produce, (position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
+                        table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES, ORDERED)),
         ],
         [4, 1],
         [240, 24],
@@ -329,8 +375,10 @@ def hopper_backward(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches the three backward kernels; arguments and results as those of `portable_backward`.
+    """Launches the three backward kernels; arguments and results as those of `portable_backward`, but that dq has the
+    same bits in every run only if `deterministic`.
 
     What they do not take is kept from them by `hopper_refusal`.
     """
@@ -340,7 +388,7 @@ def hopper_backward(
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    launch = hopper_backward_launch(head_dim, device_profile(q.device))
+    launch = hopper_backward_launch(head_dim, device_profile(q.device), deterministic)
     block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -350,17 +398,24 @@ def hopper_backward(
     padded_lse2, delta = torch.empty((2, padded_rows), **fp32)
     dq_sum = torch.empty((padded_rows, head_dim), **fp32)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # The last is the number of programs that have started.
+    turns = torch.empty(dq_sum.numel() // 4096 + 1, dtype=torch.int32, device=q.device) if launch.ordered else lse2
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
     with torch.cuda.device_of(q):
         prepare_kernel[(query_tiles * heads * batch,)](
-            out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum,
+            out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
-            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
+            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered,
+            num_warps=4,
         )  # fmt: skip
         table, tiles = tile_table(cu_seqlens_k, cu_seqlens_q, keys, queries, block_n)
         instances = batch * kv_heads
-        section = heads_a_section(2 * group * queries * head_dim * q.element_size(), instances, launch.section_bytes)
+        section = (
+            instances
+            if launch.ordered
+            else heads_a_section(2 * group * queries * head_dim * q.element_size(), instances, launch.section_bytes)
+        )
         _hopper_backward_kernel[(instances * tiles,)](
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
@@ -370,6 +425,7 @@ def hopper_backward(
             flat_descriptor(delta, [block_m]),
             flat_descriptor(dq_sum, [64, 64]),
             dq_sum,
+            turns,
             rows_descriptor(dk, 64, packed),
             rows_descriptor(dv, 64, packed),
             lse2 if table is None else table,
@@ -377,6 +433,7 @@ def hopper_backward(
             scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
             STAGES=launch.stages, SCHEDULE=launch.schedule, DIRECT=launch.direct, TURNS=launch.turns,
+            ORDERED=launch.ordered,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         finish_kernel[(query_tiles * heads * batch,)](

@@ -38,6 +38,7 @@ warpgroup_mma_wait: Any = getattr(hopper, "warpgroup_mma_wait", None)
 # Triton 3.6 names the copies by where they go; later ones call them loads and stores.
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
+thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 if HAVE_GLUON and not hasattr(tma, "async_atomic_add"):  # Triton 3.6 has the operation, without a Python name
     from triton._C.libtriton import ir
     from triton.experimental.gluon.language._core import builtin

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
-from fuselm.kernels.attention.hopper_common import fence_async_shared, gl, gluon_jit, tma, tma_reduce_add
+from fuselm.kernels.attention.hopper_common import (
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    thread_barrier,
+    tma,
+    tma_reduce_add,
+)
 from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def prepare_kernel(
-    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr,
+    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
     queries, keys, heads, documents, tiles,
     HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ."""
+    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ and turns."""
     program = tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
@@ -42,6 +50,10 @@ def prepare_kernel(
     tl.store(padded_lse2_ptr + padded, tl.where(blind, float("inf"), lse2))
     zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :], zeros)
+    if ORDERED:
+        PIECES: tl.constexpr = BLOCK_M * HEAD_DIM // 4096
+        tl.store(turns_ptr + (instance * tiles + tile) * PIECES + tl.arange(0, PIECES), tl.zeros([PIECES], tl.int32))
+        tl.store(turns_ptr + tl.num_programs(0) * PIECES, 0, mask=program == 0)
 
 
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
@@ -72,6 +84,42 @@ def finish_kernel(
 
 
 @gluon_jit
+def _piece(row, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Number of the 64 x 64 numbers of dQ that a consumer adds to, of the block whose first row is `row`."""
+    return row // 64 * (HEAD_DIM // 64) + ME
+
+
+@gluon_jit
+def wait_for_turn(turns_ptr, row, turn, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Waits until all tiles of keys below number `turn` have added to a consumer's half of a block of dQ."""
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred early;
+            .reg .b32 now;
+            wait_for_turn:
+            ld.acquire.gpu.global.b32 now, [$1];
+            setp.lt.s32 early, now, $2;
+            @early bra wait_for_turn;
+            mov.b32 $0, now;
+        }
+        """,
+        "=r,l,r",
+        [turns_ptr + _piece(row, ME, HEAD_DIM), turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon_jit
+def pass_turn(turns_ptr, row, turn, active, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Lets tile number `turn` add to a consumer's half of a block of dQ: what was added before is there by then."""
+    thread_barrier()
+    gl.atomic_xchg(turns_ptr + _piece(row, ME, HEAD_DIM), turn, mask=active, sem="release")
+
+
+@gluon_jit
 def add_dq(dq_desc, dq_ptr, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr, DIRECT: tl.constexpr):
     """Adds a consumer's half of a block of dQ, whose first row in the padded array is `row`, to what is there.
 
@@ -84,11 +132,7 @@ def add_dq(dq_desc, dq_ptr, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.cons
         flat = pieces.permute((3, 0, 2, 4, 1, 5)).reshape([4096])
         order: tl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         flat = gl.convert_layout(flat, order, assert_trivial=True)
-        if HEAD_DIM == 128:
-            block = row // 64 * 2 + ME
-        else:
-            block = row // 64 + ME
-        pointers = dq_ptr + block.to(gl.int64) * 4096 + gl.arange(0, 4096, order)
+        pointers = dq_ptr + _piece(row, ME, HEAD_DIM).to(gl.int64) * 4096 + gl.arange(0, 4096, order)
         gl.atomic_add(pointers, flat, sem="relaxed")
     else:
         tma.store_wait(0)  # the block before has left the buffer

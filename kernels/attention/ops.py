@@ -65,7 +65,8 @@ def attention_backward(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     backward = _choose(q, k, v, softcap, deterministic, "backward")
-    return backward(dout, dlse2, q, k, v, out, lse2, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
+    borders = cu_seqlens_q, cu_seqlens_k
+    return backward(dout, dlse2, q, k, v, out, lse2, *borders, causal, scale, window, softcap, deterministic)
 
 
 @attention_forward.register_fake

@@ -424,6 +424,7 @@ def portable_backward(
     scale: float,
     window: int,
     softcap: float,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches the three backward kernels.
 
@@ -432,6 +433,7 @@ def portable_backward(
         dlse2: gradient of lse2 (batch, heads, queries), any strides, or None.
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap: as given to `portable_forward`.
         out, lse2: what it returned.
+        deterministic: changes nothing: these kernels always give the same bits.
 
     Returns:
         (dq, dk, dv), contiguous, in the inputs' dtype.

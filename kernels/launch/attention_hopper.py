@@ -73,6 +73,8 @@ class HopperBackwardLaunch:
         direct: whether dQ is added to device memory from the registers, not by TMA through shared memory.
         turns: whether the consumers take turns at issuing products, so that one's exponentials meet the other's
             products; for "lagged", as the others keep step anyway.
+        ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
+            run. Not for "deferred"; needs `direct`, as a TMA does not say when its addition is done.
     """
 
     block_m: int
@@ -81,6 +83,7 @@ class HopperBackwardLaunch:
     schedule: Schedule = "deferred"
     direct: bool = False
     turns: bool = False
+    ordered: bool = False
 
     @property
     def block_n(self) -> int:
@@ -100,12 +103,15 @@ def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> H
     return HopperForwardLaunch(2, 128, 3 if head_dim == 64 else 2, True, True, 32 * 2**20, True)
 
 
-def hopper_backward_launch(head_dim: int, profile: DeviceProfile) -> HopperBackwardLaunch:
-    """Tiles of the main backward kernel.
+def hopper_backward_launch(head_dim: int, profile: DeviceProfile, deterministic: bool = False) -> HopperBackwardLaunch:
+    """Tiles of the main backward kernel; ordered if `deterministic`.
 
     Measured on an H200, causal bf16, milliseconds: at head_dim 128 (4 x 4096) 2.762 with sections of 32 MiB and 3.012
     with 16; at head_dim 64 (32 x 1024) 0.538 with 32 and 0.502 with 16.
     """
+    if deterministic:
+        block_m, schedule = (128, "beside") if head_dim == 64 else (64, "lagged")  # "lagged" spills at 64
+        return HopperBackwardLaunch(block_m, 2, 0, schedule, True, False, True)
     if head_dim == 64:
         return HopperBackwardLaunch(128, 2, 16 * 2**20)
     return HopperBackwardLaunch(64, 2, 32 * 2**20)

@@ -165,6 +165,9 @@ def test_why_not_hopper(device):
         assert "switched off" in explain_kernel(device).reason
     reason = explain_kernel(device).reason
     assert "interpreter" in reason or device.type == "cuda"
+    if device.type == "cuda" and explain_kernel(device).name == "hopper":
+        with prefer_hopper(deterministic=True):
+            assert explain_kernel(device, direction="backward", deterministic=True).name == "hopper"
     assert common.tma_refusal("q", torch.zeros(1, 8, 4, 64)) is None
     odd = torch.zeros(2, 8, 4, 66, dtype=torch.bfloat16)
     assert "multiples of 16 bytes" in str(common.tma_refusal("k", odd[..., :64]))
@@ -221,12 +224,12 @@ def test_backward_choices_compile():
         from fuselm.kernels.aot import compile_only
         from fuselm.kernels.attention import hopper_backward
         sys.path.insert(0, "benchmarks")
-        from tuning.attention import backward_candidates
+        from tuning.attention import backward_candidates, ordered_candidates
         report = []
         for head_dim in (64, 128):
             q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
             kv, lse2 = q[:, :, :2], torch.empty((2, 4, 300))
-            for launch in backward_candidates(head_dim)[:3]:
+            for launch in backward_candidates(head_dim)[:3] + ordered_candidates(head_dim)[:1]:
                 hopper_backward.hopper_backward_launch = lambda *_: launch
                 with compile_only(90) as compiled:
                     hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
@@ -234,7 +237,7 @@ def test_backward_choices_compile():
         print(json.dumps(report))
     """)
     kernels = [row[1:] for row in report if "hopper" in row[0]]
-    assert len(kernels) == 6
+    assert len(kernels) == 8
     for launch, spills, warnings, shared in kernels:
         assert not warnings and shared <= 227 * 1024 and spills <= 320, (launch, spills, warnings, shared)
 
