@@ -21,6 +21,7 @@ from fuselm.model.config import LlamaConfig
 from fuselm.train.errors import UserError
 from fuselm.train.guard_config import GuardConfig
 from fuselm.train.lr_schedule import ScheduleConfig
+from fuselm.train.wandb_log import require_wandb
 
 T = TypeVar("T")
 
@@ -174,6 +175,9 @@ class LoggingConfig:
     plot: bool = True
     """Draw loss.png."""
 
+    wandb: str | None = None
+    """Project at Weights & Biases that gets the same numbers (pip install wandb); WANDB_MODE=offline works."""
+
     alert_command: str | None = None
     """Shell command that rank 0 runs on NaN, spike, rollback, stall, failed save, stop and end; FUSELM_EVENT,
     FUSELM_MESSAGE, FUSELM_STEP and FUSELM_RUN in its environment say what happened."""
@@ -275,6 +279,10 @@ def resolve(config: TrainConfig, ranks: int) -> TrainConfig:
         )
     if config.data.packing == "best_fit" and not config.data.document_mask:
         raise UserError("data.packing is best_fit, which needs data.document_mask: pass --data.document_mask True")
+    if config.logging.wandb is not None:
+        if not config.logging.wandb.strip():
+            raise UserError("logging.wandb is empty: it is the name of a project, or None")
+        require_wandb()
     if not config.checkpoint.resume:
         raise UserError("checkpoint.resume is empty: it is auto, never, or a path")
     if training.seq_len > config.model.max_seq_len:

@@ -1,4 +1,4 @@
-"""What a run shows and writes: a line a step, metrics.jsonl, TensorBoard events, loss.png. Rank 0 only."""
+"""What a run shows and writes: a line a step, metrics.jsonl, TensorBoard events, W&B, loss.png. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from fuselm.train.checkpointing import write_atomically
 from fuselm.train.config import LoggingConfig
 from fuselm.train.errors import in_words, warn
 from fuselm.train.json_lines import METRIC, read_entries
+from fuselm.train.wandb_log import WandbLog
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,11 @@ class Reporter:
         self.run, self.config, self.total_steps = run, config, total_steps
         self.progress: Progress | None = None
         self.writer: Any = None
+        self.wandb: WandbLog | None = None
         if run is None:
             return
+        if config.wandb is not None:  # first, for it may refuse
+            self.wandb = WandbLog(run, config.wandb, resumed=start_step > 0)
         console = Console(highlight=False, soft_wrap=True)
         if config.progress == "bar" or (config.progress == "auto" and console.is_terminal):
             self.progress = Progress(
@@ -182,7 +186,7 @@ class Reporter:
             self.progress.update(self.task, completed=metrics.step, loss=f"{metrics.loss:.4f}")
         if metrics.step % self.config.every == 0 or metrics.step == self.total_steps:
             self.say(metrics.line(self.total_steps))
-        names = ("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu")
+        names = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops", "mfu", "memory_gib")
         self._add_scalars({f"train/{name}": getattr(metrics, name) for name in names}, metrics.step)
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
@@ -194,6 +198,8 @@ class Reporter:
         self._add_scalars({"validation/loss": loss}, step)
 
     def _add_scalars(self, values: dict[str, float | None], step: int) -> None:
+        if self.wandb is not None:
+            self.wandb.log(values, step)
         if self.writer is None:
             return
         try:
@@ -224,6 +230,8 @@ class Reporter:
                 with contextlib.suppress(OSError):
                     file.close()
         self.writer = None
+        if self.wandb is not None:
+            self.wandb.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
         # JSON has no NaN: null says that the number is not one.
