@@ -15,7 +15,7 @@ from fuselm.kernels.attention.hopper_backward import hopper_backward
 from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 from fuselm.kernels.launch.attention import TileLaunch
-from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, HopperForwardLaunch, Schedule
+from fuselm.kernels.launch.attention_hopper import Carry, HopperBackwardLaunch, HopperForwardLaunch, Schedule
 
 # batch, length, heads, kv_heads, head_dim
 ROWS = (
@@ -71,21 +71,40 @@ def _backward(
     return lambda: function(dout, None, q, k, v, out, lse2, None, None, True, scale, 0, 0.0), reference
 
 
-def _forward_candidates(head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """consumers, stages, persistent, section in MiB, P in fp32 from pass to pass."""
-    choices = [(2, 2, True, 32, True), (2, 2, True, 32, False), (2, 2, True, 16, True), (2, 2, False, 32, True)]
-    if head_dim == 64:
+def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
+    """consumers, stages, section in MiB, how P is carried, sums added up once a tile."""
+    choices: list[tuple[int, int, int, Carry, bool]]
+    if head_dim == 128:
         choices = [
-            (2, 3, True, 32, True),
-            (3, 2, True, 32, False),
-            (2, 3, True, 32, False),
-            (2, 3, True, 16, True),
-            (3, 2, True, 16, False),
-            (3, 3, True, 32, False),
+            (2, 2, 32, "packed", True),
+            (2, 2, 32, "packed", False),
+            (2, 2, 32, "wide", True),
+            (2, 2, 12, "packed", True),
+            (2, 2, 20, "packed", True),
+        ]
+    elif length > 2048:
+        choices = [
+            (3, 2, 32, "packed", True),
+            (3, 2, 8, "packed", True),
+            (3, 2, 32, "packed", False),
+            (3, 2, 24, "packed", True),
+            (3, 3, 32, "packed", True),
+            (3, 2, 16, "narrow", False),
+            (2, 3, 32, "packed", True),
+        ]
+    else:
+        choices = [
+            (2, 3, 16, "packed", True),
+            (2, 3, 24, "packed", True),
+            (2, 3, 16, "wide", True),
+            (2, 3, 20, "packed", True),
+            (2, 3, 48, "packed", True),
+            (2, 2, 24, "packed", True),
+            (2, 3, 24, "wide", False),
         ]
     return tuple(
-        HopperForwardLaunch(consumers, 128, stages, True, persistent, section * MIB, wide_p)
-        for consumers, stages, persistent, section, wide_p in choices
+        HopperForwardLaunch(consumers, 128, stages, True, True, section * MIB, carry, late_sum)
+        for consumers, stages, section, carry, late_sum in choices
     )
 
 
@@ -141,7 +160,7 @@ TARGETS = (
             Target(
                 _name("forward", "hopper", row),
                 f"{_HOPPER}forward.hopper_forward_launch",
-                _forward_candidates(row[-1]),
+                forward_candidates(row[1], row[-1]),
                 functools.partial(_forward, hopper_forward, row),
                 0,
             ),

@@ -85,9 +85,13 @@ def _produce(
 @gluon_jit
 def _softmax_step(
     s, row_max, row_sum, key, low, high, score_scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, scores: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, LATE_SUM: tl.constexpr, BLOCK_N: tl.constexpr,
+    scores: tl.constexpr,
 ):  # fmt: skip
-    """Masks the scores of block `key` and folds them into the running maximum and sum: (P, maximum, sum, decay)."""
+    """Masks the scores of block `key` and folds them into the running maximum and sum: (P, maximum, sum, decay).
+
+    With LATE_SUM the sum has a column for each of the four threads that share a row: they add up after the last block.
+    """
     if MASKED:
         # A thread's columns are 8·i + {0, 1} plus one of 0, 2, 4, 6: with that part on the other side, the columns are
         # constants in the instructions instead of registers that live through the loop.
@@ -101,17 +105,48 @@ def _softmax_step(
     offset = gl.where(new_max == float("-inf"), 0.0, new_max) * score_scale
     decay = gl.exp2(row_max * score_scale - offset)
     p = gl.exp2(s * score_scale - offset[:, None])
-    return p, new_max, row_sum * decay + gl.sum(p, 1), decay
+    if LATE_SUM:
+        sums = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+        threads: tl.constexpr = sums.type.layout
+        if not FIRST:
+            sums += row_sum * gl.convert_layout(decay, gl.SliceLayout(1, threads), assert_trivial=True)[:, None]
+    else:
+        sums = row_sum * decay + gl.sum(p, 1)
+    return p, new_max, sums, decay
 
 
 @gluon_jit
-def _carried(p, dtype: tl.constexpr, WIDE_P: tl.constexpr):
-    """P as it goes into the next pass of the loop: in fp32, or in 16 bits, which are taken apart and put together again
-    on that way (64 of 493 instructions at head_dim 64) but take fewer registers behind the products."""
-    if WIDE_P:
+def _carried(p, dtype: tl.constexpr, CARRY: tl.constexpr):
+    """P as it goes into the next pass of the loop. "wide": in fp32. "narrow": in 16 bits, which are taken apart and put
+    together again on that way (64 of 493 instructions at head_dim 64) but take fewer registers behind the products.
+    "packed": two of them in an int32, which keeps both the registers and the instructions."""
+    if CARRY == "wide":
         return p
-    else:
+    elif CARRY == "narrow":
         return p.to(dtype)
+    else:
+        low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+        if dtype == gl.bfloat16:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+
+
+@gluon_jit
+def _left(p, dtype: tl.constexpr, left: tl.constexpr, CARRY: tl.constexpr):
+    """The left operand of P·V out of what `_carried` gave."""
+    if CARRY == "packed":
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        pairs = gl.join(low, high).to(dtype, bitcast=True)
+        return gl.convert_layout(pairs.reshape([p.shape[0], 2 * p.shape[1]]), left, assert_trivial=True)
+    else:
+        return gl.convert_layout(p.to(dtype), left, assert_trivial=True)
 
 
 @gluon_jit
@@ -119,8 +154,8 @@ def _step(
     acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn, key, low, high,
     score_scale,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PING_PONG: tl.constexpr, WIDE_P: tl.constexpr, scores: tl.constexpr, output: tl.constexpr,
-    left: tl.constexpr,
+    STAGES: tl.constexpr, PING_PONG: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr, scores: tl.constexpr,
+    output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
@@ -131,7 +166,7 @@ def _step(
         mbarrier.wait(turns.index(ME), turn & 1)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p_left = gl.convert_layout(p.to(v_s.dtype), left, assert_trivial=True)
+    p_left = _left(p, v_s.dtype, left, CARRY)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
     if PING_PONG:
@@ -139,13 +174,13 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, row_max, row_sum, decay = _softmax_step(
-        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, BLOCK_N, scores
+        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, False, LATE_SUM, BLOCK_N, scores
     )
     # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
     # written sooner (Triton up to 3.6 does not see that by itself).
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(v_empty.index(before), count=1)
-    p = _carried(p, v_s.dtype, WIDE_P)
+    p = _carried(p, v_s.dtype, CARRY)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
     return acc, p, row_max, row_sum, done + 1, turn + 1
 
@@ -155,7 +190,7 @@ def _consume(
     buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr,
-    WIDE_P: tl.constexpr,
+    CARRY: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, o_s = buffers
@@ -197,39 +232,43 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         p, row_max, row_sum, _decay = _softmax_step(
-            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, BLOCK_N, scores
+            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, True, LATE_SUM, BLOCK_N, scores
         )
-        p = _carried(p, dtype, WIDE_P)
+        p = _carried(p, dtype, CARRY)
         full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                     last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                 last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
                     last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, WIDE_P, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
         mbarrier.wait(v_full.index(slot), done // STAGES & 1)
         done += 1
-        p_left = gl.convert_layout(p.to(dtype), left, assert_trivial=True)
+        p_left = _left(p, dtype, left, CARRY)
         acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
-        seen = row_sum > 0.0
-        inverse = gl.where(seen, 1.0 / row_sum, 0.0)
-        lse2 = gl.where(seen, row_max * score_scale + gl.log2(row_sum), float("-inf"))
+        if LATE_SUM:
+            total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
+        else:
+            total = row_sum
+        seen = total > 0.0
+        inverse = gl.where(seen, 1.0 / total, 0.0)
+        lse2 = gl.where(seen, row_max * score_scale + gl.log2(total), float("-inf"))
         gl.store(lse2_ptr + (instance.to(gl.int64) * queries + begin) + row, lse2, mask=row < rows)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
@@ -247,7 +286,7 @@ def _hopper_forward_kernel(
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
-    CONSUMER_REGISTERS: tl.constexpr, WIDE_P: tl.constexpr,
+    CONSUMER_REGISTERS: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
@@ -270,9 +309,11 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
+                            LATE_SUM)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
+                            LATE_SUM)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -283,11 +324,14 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
+                            LATE_SUM)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
+                            LATE_SUM)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, WIDE_P)),
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
+                            LATE_SUM)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -352,7 +396,8 @@ def hopper_forward(
             PING_PONG=launch.ping_pong,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
-            WIDE_P=launch.wide_p,
+            CARRY=launch.carry,
+            LATE_SUM=launch.late_sum,
             num_warps=4,
             maxnreg=launch.max_registers,
         )

@@ -12,6 +12,7 @@ from typing import Literal
 from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
+Carry = Literal["wide", "narrow", "packed"]
 Schedule = Literal["deferred", "beside", "lagged"]
 
 
@@ -26,8 +27,9 @@ class HopperForwardLaunch:
         ping_pong: whether the consumers take turns at issuing products, so that one's softmax meets the other's.
         persistent: one program an SM takes tiles in turn; otherwise one program a tile.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
-        wide_p: whether probabilities go from one pass of the loop to the next in fp32, not in 16 bits; three consumers
-            have no registers for it.
+        carry: how probabilities go from one pass of the loop to the next: "wide", in fp32, for which three consumers
+            have no registers; "narrow", in 16 bits; or "packed", two of these in an int32.
+        late_sum: whether the threads that share a row add their sums up once a tile, not once a block.
     """
 
     consumers: int
@@ -36,7 +38,8 @@ class HopperForwardLaunch:
     ping_pong: bool
     persistent: bool
     section_bytes: int
-    wide_p: bool
+    carry: Carry
+    late_sum: bool = False
 
     @property
     def block_m(self) -> int:
@@ -99,8 +102,8 @@ def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> H
     and 1.147: tiles of 192 read keys less often, and waste more of a short row. At 4096 keys they are alike.
     """
     if head_dim == 64 and keys > 2048:
-        return HopperForwardLaunch(3, 128, 2, True, True, 32 * 2**20, False)
-    return HopperForwardLaunch(2, 128, 3 if head_dim == 64 else 2, True, True, 32 * 2**20, True)
+        return HopperForwardLaunch(3, 128, 2, True, True, 32 * 2**20, "narrow")
+    return HopperForwardLaunch(2, 128, 3 if head_dim == 64 else 2, True, True, 32 * 2**20, "wide")
 
 
 def hopper_backward_launch(head_dim: int, profile: DeviceProfile, deterministic: bool = False) -> HopperBackwardLaunch:

@@ -100,6 +100,12 @@ def cases(head_dim: int) -> list[dict]:
             {"lengths": (1125, 1125), "documents_q": (0, 1, 129, 386, 1025), "documents_k": (0, 1, 129, 386, 1025)},
         )
     ]
+    forward_launches = [
+        {"lengths": pair, "launch": {"carry": carry, "late_sum": late_sum}, **option}
+        for carry, late_sum in (("packed", False), ("packed", True), ("narrow", True))
+        for pair in ((64, 64), (300, 300), (1025, 1025), (2100, 2100))
+        for option in ({}, {"window": 400}, {"dtype": "float16"})
+    ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
         {"deterministic": True, "runs": runs, **shape}
         for runs, shape in (
@@ -117,7 +123,21 @@ def cases(head_dim: int) -> list[dict]:
             (2, {"lengths": (1025, 1025), "launch": {"schedule": "beside"}}),
         )
     ]
-    listed = plain + full + uneven + heads + many + window + documents + extreme + long + sections + launches + ordered
+    listed = (
+        plain
+        + full
+        + uneven
+        + heads
+        + many
+        + window
+        + documents
+        + extreme
+        + long
+        + sections
+        + forward_launches
+        + launches
+        + ordered
+    )
     return [{"head_dim": head_dim, "heads": (4, 2), **case} for case in listed]
 
 
@@ -266,8 +286,9 @@ def run_case(case: dict, backward: bool) -> list[str]:
 def main() -> None:
     group, head_dim = sys.argv[1], int(sys.argv[2])
     for case in cases(head_dim):
-        if group == "forward" and ("schedule" in case.get("launch", {}) or "deterministic" in case):
-            continue
+        launch = case.get("launch", {})
+        if ("schedule" in launch or "deterministic" in case) if group == "forward" else "carry" in launch:
+            continue  # nothing of it is in these kernels
         print(json.dumps({"start": case}), flush=True)
         try:
             wrong = run_case(case, group == "backward")
