@@ -29,3 +29,19 @@ def test_both_sides_run(tmp_path: Path) -> None:
     assert 200_000 <= result["bytes"] < 210_000
     assert result["median_ratio"] == result["prepare_mb_per_s"][0] / result["library_mb_per_s"][0] > 0
     assert 30e6 < result["peak_memory"] < 2e9
+
+
+def test_documents_say_what_was_measured() -> None:
+    result = json.loads((SCRIPT.parent / "results" / "prepare_data_2gb.json").read_text())
+    page = " ".join((SCRIPT.parents[1] / "docs" / "data.md").read_text().split())
+    run = result["prepare"]
+    for figure in (
+        f"{result['bytes'] / 1e9:.1f} GB of made-up text",
+        f"took {run['peak_memory'] / 1e6:.0f} MB of memory at most",
+        f"{run['cpu_seconds']:.0f} s of processor time",
+        f"{run['seconds']:,.0f} s on two cores",
+        f"load {result['load_before']:.1f} before",
+        f"{run['mb_per_s']} MB/s",
+    ):
+        assert figure in page, figure
+    assert result["bytes"] >= 2e9 and run["peak_memory"] < 1e9 and result["cores"] == 2
