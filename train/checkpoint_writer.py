@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from fuselm.env import versions
 from fuselm.train import checkpointing
 from fuselm.train.checkpointing import (
     MANIFEST,
@@ -127,7 +128,7 @@ class CheckpointWriter:
     ) -> None:
         self.run, self.model, self.optimizer, self.retention = run, model, optimizer, retention
         self.config, self.position, self.asynchronous = config, position, asynchronous
-        self.world = world
+        self.world, self.versions = world, versions()
         self._future: Future[Outcome] | None = None
         if asynchronous:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -239,7 +240,7 @@ class CheckpointWriter:
             "progress": progress,
             "world_size": self.world.size,
             "device": self.world.device.type,
-            "torch": torch.__version__,
+            "versions": self.versions,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "files": files,
             "config": self.config,

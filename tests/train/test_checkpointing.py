@@ -280,7 +280,9 @@ def test_manifest_lists_every_file(trained):
     folder = save(1)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
-    assert manifest["world_size"] == 1
+    assert manifest["world_size"] == 1 and manifest["step"] == 1
+    assert manifest["versions"]["torch"] in torch.__version__
+    assert {"fuselm", "python", "triton"} <= set(manifest["versions"]) and "T" in manifest["written"]
 
 
 def test_nan_weights_are_seen(trained, world):

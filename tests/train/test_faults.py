@@ -56,6 +56,7 @@ def options(tiny_data, tmp_path):
 @pytest.mark.parametrize("fault", ["sleep", "stop"])
 def test_a_hung_rank_is_named(launch, options, fault, tmp_path):
     command = [str(HERE / "faulty_process.py"), fault, "1", "3", *options(parallel__timeout=4)]
+    command += ["--logging.alert_command", f'echo "$FUSELM_EVENT $FUSELM_MESSAGE" >> {tmp_path / "heard"}']
     processes = launch(command, 2)
     code, _, errors = (processes.members[0].wait(120), *processes.members[0].communicate(timeout=20))
     processes.members[1].send_signal(signal.SIGCONT)
@@ -73,6 +74,7 @@ def test_a_hung_rank_is_named(launch, options, fault, tmp_path):
         assert "rank 1 does not answer any more, it is stopped or lost" in lines[0]
     assert re.search("all_reduce|all_gather|reduce_scatter", lines[0]), "the operation that rank 0 waits in"
     assert [e["kind"] for e in read_events(tmp_path / "run")] == ["start", "stall"]
+    assert re.fullmatch(r"stall nothing has moved for \d+ s in the \w.* of step \d\n", (tmp_path / "heard").read_text())
 
 
 def test_a_run_that_moves_is_left_alone():

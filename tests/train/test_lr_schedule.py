@@ -6,7 +6,10 @@ import math
 
 import pytest
 
+from fuselm.train.config import resolve
 from fuselm.train.lr_schedule import ScheduleConfig, lr_factor
+from fuselm.train.metrics import read_metrics
+from fuselm.train.trainer import StopSignal, Trainer
 
 
 def test_warmup_is_linear_and_never_zero():
@@ -41,3 +44,19 @@ def test_borders_stay_in_range(kind, warmup, decay, total):
     assert all(0.0 < f <= 1.0 for f in factors)
     # Never a jump down to the floor at the end of the warmup, whichever lengths collide.
     assert max(factors) == pytest.approx(1.0) or warmup > total + 60
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 3, 20])
+def test_a_resumed_run_has_the_rate_of_the_unbroken_one_at_every_step(make_config, world, tmp_path, kind, warmup):
+    """The first life was to be shorter: from where it resumes on, the rates are those of the longer run."""
+    schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, decay_steps=4, min_lr_ratio=0.1)
+    for steps in (4, 7, 9):
+        config = make_config(tmp_path, training__steps=steps, schedule=schedule, evaluation__batches=0)
+        run = Trainer(resolve(config, 1), world, StopSignal())
+        run.train()
+    rates = [e["lr"] for e in read_metrics(run.run / "metrics.jsonl")]
+    totals = [4] * 4 + [7] * 3 + [9] * 2
+    assert rates == [config.optimizer.lr * lr_factor(k, total, schedule) for k, total in enumerate(totals)]
+    if kind == "constant":
+        assert rates == [config.optimizer.lr * lr_factor(k, 9, schedule) for k in range(9)]
