@@ -109,7 +109,7 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """schedule, dQ from the registers, turns, section in MiB. At head_dim 64 the other combinations spill."""
+    """schedule, dQ from the registers, turns, section in MiB. "beside" by TMA spills at head_dim 64."""
     block_m, section = (128, 16) if head_dim == 64 else (64, 32)
     choices: list[tuple[Schedule, bool, bool, int]] = [
         ("lagged", True, False, section),
@@ -118,9 +118,9 @@ def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
         ("deferred", True, False, section),
         ("lagged", True, False, 48 - section),
     ]
+    choices.append(("lagged", False, False, section))
+    choices.append(("lagged", False, True, section))
     if head_dim == 128:
-        choices.append(("lagged", False, False, section))
-        choices.append(("lagged", False, True, section))
         choices.append(("beside", False, False, section))
     return tuple(
         HopperBackwardLaunch(block_m, 2, mib * MIB, schedule, direct, turns) for schedule, direct, turns, mib in choices

@@ -388,7 +388,7 @@ def hopper_backward(
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    launch = hopper_backward_launch(head_dim, device_profile(q.device), deterministic)
+    launch = hopper_backward_launch(head_dim, keys, device_profile(q.device), deterministic)
     block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
