@@ -119,13 +119,17 @@ def apply_activation_checkpointing(model: Llama, mode: str) -> None:
 
 
 def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
-    """FSDP2 for each block, then for what is left at the root (embedding, last norm, head)."""
+    """FSDP2 for each block and an untied embedding, then for what is left at the root (last norm, head)."""
     # Inputs are not cast: the rope tables that each block receives must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    if not model.config.tie_embeddings:
+        # Apart from the head, or both tables and their gradients would be whole on every rank at once.
+        fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+        cast(FSDPModule, model.embedding).set_unshard_in_backward(False)  # the backward pass does not read it
     # The backward pass starts with the head, so the root's parameters would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

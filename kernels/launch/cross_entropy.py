@@ -40,17 +40,21 @@ def cross_entropy_launch(
     Wide rows take many warps, so that few rows are in flight: their second read then hits L2 (132 rows of 128,256 bf16
     logits are 34 MB). A thread holds two vectors of 16 bytes at a time, four in the widest rows, where a single program
     an SM has to keep enough bytes in flight. Loss and gradient on an H200, bf16: 8192 x 128256 1.27 ms, with two
-    vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. Where rows start off a
-    vector's border two are best in the widest, too (8192 x 128255: 1.34 ms, with four 1.36). A softcap's tanh needs the
-    registers of two vectors: with four it spills up to 1 KB on sm_100.
+    vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. In the widest rows that
+    single program also asks for half of the next row while it writes: 8192 x 128255 1.28 ms, without 1.36. Narrower
+    rows, of which several are on an SM, lose by it (16384 x 32000: 0.59 ms), and it was measured with 60 MB of L2 only.
+    A softcap's tanh needs the registers of two vectors: with four it spills up to 1 KB on sm_100.
     """
     vector = 16 // dtype.itemsize
     whole = max(1 << max(vocab - 1, 0).bit_length(), 8 * vector)
+    ahead = 0
     if vocab * dtype.itemsize > 128 * 1024:
-        block, num_warps = (2048 if vocab * dtype.itemsize % 16 else 4096) * vector, 32
+        block, num_warps = 4096 * vector, 32
+        if profile.arch == 90 and not softcap:
+            ahead = 128 * 1024 // dtype.itemsize
     elif vocab * dtype.itemsize > 32 * 1024:
         block, num_warps = 1024 * vector, 16
     else:
         block, num_warps = 256 * vector, 8
     block = min(block, whole, 64 * vector * num_warps if softcap else whole)
-    return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)))
+    return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)), ahead=ahead)
