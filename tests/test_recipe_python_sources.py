@@ -184,3 +184,17 @@ def test_long_runs_keep_a_thousand_steps() -> None:
     steps = [e["step"] for e in kept if "loss" in e]
     assert 800 < len(steps) <= reports.MOST_STEPS_KEPT + 2 and steps[0] == 1 and steps[-1] == 4321
     assert sum("validation_loss" in e for e in kept) == 43 and steps == sorted(steps)
+
+
+def test_pages_say_what_their_reports_say() -> None:
+    """A result in benchmarks/results/NAME has its page in recipes/NAME.md, as `--report ... --page ...` writes it."""
+    results = RECIPES.parent / "benchmarks" / "results"
+    for report in results.glob("*/report.json"):
+        facts = json.loads(report.read_text(encoding="utf-8"))
+        page = RECIPES / f"{report.parent.name}.md"
+        picture = f"../benchmarks/results/{report.parent.name}/curves.png"
+        assert page.read_text(encoding="utf-8") == reports.page_text(facts, picture)
+        assert (report.parent / "curves.png").exists()
+        kept = [json.loads(line) for line in (report.parent / "metrics.jsonl").read_text().splitlines()]
+        losses = [(e["step"], e["validation_loss"]) for e in kept if "validation_loss" in e]
+        assert losses == [(v["step"], v["loss"]) for v in facts["validation"]]
