@@ -139,14 +139,13 @@ def _consume(
     k = matrix(k_s.index(ME))
     v = matrix(v_s.index(ME))
     dq_half = dq_s.index(ME) if not DIRECT else dq_s
-    # A key sees queries [low, high); one that does not exist, none.
+    # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does not
+    # exist, none.
     key = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
-    low = gl.where(key < rows, 0, 1 << 30)
-    high = key
     if CAUSAL:
-        low = gl.maximum(low, key - (rows - others))
-    if WINDOW:
-        high = key + (others - rows + window)
+        low = gl.where(key < rows, key - (rows - others), 1 << 30)
+    else:
+        low = gl.where(key < rows, 0, 1 << 30)
     # Zeros that the compiler cannot see through: if it knew that a thread's two rows of -delta are equal, it would copy
     # one to the other between the products' fence and the products, which makes ptxas wait there.
     zero = gl.inline_asm_elementwise("mov.f32 $0, 0f00000000;", "=f,r", [key], dtype=gl.float32, is_pure=True, pack=1)
@@ -212,7 +211,7 @@ def _consume(
             row = block * BLOCK_M
             p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
             if WINDOW:
-                p = gl.where((column & -7) < (high - row)[:, None] - (column & 6), p, 0.0)
+                p = gl.where((column & -7) < (low - row + window)[:, None] - (column & 6), p, 0.0)
         if TURNS:
             mbarrier.wait(turns.index(ME), (done + ME) & 1)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
