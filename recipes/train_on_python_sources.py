@@ -55,8 +55,9 @@ PROMPTS = (
     "    def __init__(self, parent=None):\n",
     "# Changelog\n\n## 2.0.1\n\n",
 )
-VALIDATION_FRACTION = 0.02
-VALIDATIONS = 40  # over the run
+VALIDATION_FRACTION = 0.01
+VALIDATIONS = 32  # over the run, each of all held-out text where it has no more than so many batches
+VALIDATION_BATCHES = 40
 PROBE_STEPS, PROBE_SETTLED = 120, 60  # compiling and capturing the graph are over by then
 SAVING_SECONDS = 25.0  # what stopping with a checkpoint takes at most
 OVERTIME = 1.3  # a card that became slower may take this much longer than --minutes
@@ -232,6 +233,7 @@ def train(work: Work) -> None:
     steps = work.state["plan"]["steps"]
     options = {
         "evaluation.every": max(steps // VALIDATIONS, 1),
+        "evaluation.batches": VALIDATION_BATCHES,
         "checkpoint.every": max(steps // 4, 1),
         "checkpoint.keep": 1,
         "checkpoint.keep_best": False,
