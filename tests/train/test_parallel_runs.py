@@ -36,7 +36,8 @@ RUNS = {
     "one_selective": (1, 4, "float32", None),
     "one_compiled": (1, 4, "float32", None),
 }
-# The same of a model whose 5 and 11 rows do not divide by the ranks; of 5 rows the fourth rank has none.
+# The same of a model whose 5 and 11 rows do not divide by the ranks (of 5 rows the fourth rank has none), and whose
+# embedding and head are not one.
 UNEVEN = {
     "uneven_one": (1, 8, "float32", None),
     "uneven_four": (4, 2, "float32", None),
@@ -69,7 +70,7 @@ def runs(make_config, launch, tmp_path_factory):
             parallel = dataclasses.replace(config.parallel, **changes.get(name, {}))
             config = dataclasses.replace(config, parallel=parallel)
             if name in UNEVEN:
-                model = dataclasses.replace(config.model, dim=5, head_dim=16, ffn_dim=11)
+                model = dataclasses.replace(config.model, dim=5, head_dim=16, ffn_dim=11, tie_embeddings=False)
                 config = dataclasses.replace(config, model=model)
             (folder / f"{name}.json").write_text(to_json(dataclasses.replace(config, name=name)))
             files.append(str(folder / f"{name}.json"))
