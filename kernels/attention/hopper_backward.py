@@ -176,6 +176,9 @@ def _consume(
         ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(0), count=1)
+    if TURNS:
+        if ME == 1:  # phases must be waited for one by one: the first belongs to no pass
+            mbarrier.wait(turns.index(1), 0)
     for done in range(group * count):
         slot = done % STAGES  # pyright: ignore[reportOperatorIssue]
         phase = done // STAGES & 1

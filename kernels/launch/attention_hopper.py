@@ -75,7 +75,7 @@ class HopperBackwardLaunch:
             but one block later, so that the two consumers, which need each other's dS for it, need not keep step.
         direct: whether dQ is added to device memory from the registers, not by TMA through shared memory.
         turns: whether the consumers take turns at issuing products, so that one's exponentials meet the other's
-            products; for "lagged", as the others keep step anyway.
+            products. Only for "lagged": with the others, where each waits for the other's dS, they would wait forever.
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
             run. Not for "deferred"; needs `direct`, as a TMA does not say when its addition is done.
     """
@@ -87,6 +87,15 @@ class HopperBackwardLaunch:
     direct: bool = False
     turns: bool = False
     ordered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.turns and self.schedule != "lagged":
+            raise ValueError(f"turns=True with schedule={self.schedule!r}: expected schedule='lagged'")
+        if self.ordered and (self.schedule == "deferred" or not self.direct):
+            raise ValueError(
+                f"ordered=True with schedule={self.schedule!r} and direct={self.direct}: expected 'lagged' or 'beside', "
+                "and direct=True"
+            )
 
     @property
     def block_n(self) -> int:

@@ -19,7 +19,7 @@ from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
 from fuselm.kernels.attention.hopper_dq import finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
-from fuselm.kernels.launch.attention_hopper import heads_a_section
+from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, heads_a_section
 
 positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
     common.python_function,
@@ -116,6 +116,13 @@ def test_sections_are_whole_groups_that_fit():
     assert heads_a_section(3 * 2**20, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(2**30, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
+
+
+def test_launches_that_would_wait_forever_are_refused():
+    with pytest.raises(ValueError, match="schedule='beside': expected schedule='lagged'"):
+        HopperBackwardLaunch(64, 2, 0, "beside", True, True)
+    with pytest.raises(ValueError, match="expected 'lagged' or 'beside', and direct=True"):
+        HopperBackwardLaunch(64, 2, 0, "lagged", False, False, True)
 
 
 def test_tile_table(device):
