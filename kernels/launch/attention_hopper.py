@@ -93,8 +93,8 @@ class HopperBackwardLaunch:
             raise ValueError(f"turns=True with schedule={self.schedule!r}: expected schedule='lagged'")
         if self.ordered and (self.schedule == "deferred" or not self.direct):
             raise ValueError(
-                f"ordered=True with schedule={self.schedule!r} and direct={self.direct}: expected 'lagged' or 'beside', "
-                "and direct=True"
+                f"ordered=True with schedule={self.schedule!r} and direct={self.direct}: "
+                "expected 'lagged' or 'beside', and direct=True"
             )
 
     @property
