@@ -161,6 +161,26 @@ def test_exact_ids_of_a_given_tokenizer(source: Path, out: Path, tmp_path: Path)
     assert data.num_tokens == sum(len(text.encode()) + 2 for text in AWKWARD.values() if text)
 
 
+def test_the_tokenizer_learns_from_so_many_characters_of_all_files(tmp_path: Path) -> None:
+    """Each file has a word of its own; a third of the text has the words of about a third of the files, from all over."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    letters = str.maketrans("0123456789", "ghijklmnop")
+    words = [hashlib.sha256(bytes([number])).hexdigest().translate(letters) for number in range(30)]
+    for number, word in enumerate(words):
+        (texts / f"{number:02d}.txt").write_text(f"{word[:8]} " * 100)
+    learned = {}
+    for name, chars in (("whole", 10**6), ("part", 9000)):
+        prepare(texts, tmp_path / name, vocab_size=2000, tokenizer_chars=chars, workers=1)
+        known = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
+        learned[name] = [n for n, word in enumerate(words) if len(known.encode(f" {word[:8]}").ids) == 1]
+    assert learned["whole"] == list(range(30))
+    assert 9 <= len(learned["part"]) <= 12
+    assert min(learned["part"]) < 5 and max(learned["part"]) > 24
+    index = json.loads((tmp_path / "part" / "index.json").read_text())
+    assert index["settings"]["tokenizer_chars"] == 9000
+
+
 def test_same_text_same_shards(source: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         prepare(source, tmp_path / name, vocab_size=300)

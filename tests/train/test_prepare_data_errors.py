@@ -32,6 +32,7 @@ from fuselm.train.prepare_data import main
         ({"a.txt": "x"}, ["--vocab-size", "3e2"], "--vocab-size wants a whole number, got '3e2'"),
         ({"a.txt": "x"}, ["--overwrite", "yes"], "unexpected argument 'yes'"),
         ({"a.txt": "x"}, ["--shard-tokens", "0"], "shard_tokens is 0"),
+        ({"a.txt": "x"}, ["--tokenizer-chars", "0"], "tokenizer_chars is 0; it must be at least 1"),
         ({"a.txt": "x"}, ["--tokenizer", "/nowhere/t.json"], "tokenizer /nowhere/t.json does not exist"),
         ({"a.txt": "x", "t.json": "{}"}, ["--tokenizer", "{source}/t.json"], "t.json cannot be read"),
     ],
