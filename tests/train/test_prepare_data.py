@@ -162,7 +162,7 @@ def test_exact_ids_of_a_given_tokenizer(source: Path, out: Path, tmp_path: Path)
 
 
 def test_the_tokenizer_learns_from_so_many_characters_of_all_files(tmp_path: Path) -> None:
-    """Each file has a word of its own; a third of the text has the words of about a third of the files, from all over."""
+    """Each file has its own word; a third of the text has those of about a third of the files, from all over."""
     texts = tmp_path / "texts"
     texts.mkdir()
     letters = str.maketrans("0123456789", "ghijklmnop")
