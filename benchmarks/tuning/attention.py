@@ -15,7 +15,13 @@ from fuselm.kernels.attention.hopper_backward import hopper_backward
 from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 from fuselm.kernels.launch.attention import TileLaunch
-from fuselm.kernels.launch.attention_hopper import Carry, HopperBackwardLaunch, HopperForwardLaunch, Schedule
+from fuselm.kernels.launch.attention_hopper import (
+    Carry,
+    Hold,
+    HopperBackwardLaunch,
+    HopperForwardLaunch,
+    Schedule,
+)
 
 # batch, length, heads, kv_heads, head_dim
 ROWS = (
@@ -72,39 +78,40 @@ def _backward(
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """consumers, stages, section in MiB, how P is carried, sums added up once a tile."""
-    choices: list[tuple[int, int, int, Carry, bool]]
+    """consumers, stages, section in MiB, how P is carried, sums added up once a tile, what is done before P·V ends."""
+    choices: list[tuple[int, int, int, Carry, bool, Hold]]
     if head_dim == 128:
         choices = [
-            (2, 2, 32, "packed", True),
-            (2, 2, 32, "packed", False),
-            (2, 2, 32, "wide", True),
-            (2, 2, 12, "packed", True),
-            (2, 2, 20, "packed", True),
+            (2, 2, 32, "packed", True, "sum"),
+            (2, 2, 32, "packed", True, "max"),
+            (2, 2, 32, "packed", True, "none"),
+            (2, 2, 12, "packed", True, "sum"),
+            (2, 2, 32, "wide", False, "sum"),
+            (2, 2, 20, "packed", True, "max"),
         ]
     elif length > 2048:
         choices = [
-            (3, 2, 32, "packed", True),
-            (3, 2, 8, "packed", True),
-            (3, 2, 32, "packed", False),
-            (3, 2, 24, "packed", True),
-            (3, 3, 32, "packed", True),
-            (3, 2, 16, "narrow", False),
-            (2, 3, 32, "packed", True),
+            (3, 2, 32, "packed", True, "max"),
+            (2, 3, 32, "packed", True, "sum"),
+            (3, 2, 32, "packed", True, "none"),
+            (3, 2, 8, "packed", True, "max"),
+            (2, 3, 32, "wide", True, "sum"),
+            (3, 2, 24, "packed", True, "none"),
+            (3, 2, 16, "narrow", False, "none"),
         ]
     else:
         choices = [
-            (2, 3, 16, "packed", True),
-            (2, 3, 24, "packed", True),
-            (2, 3, 16, "wide", True),
-            (2, 3, 20, "packed", True),
-            (2, 3, 48, "packed", True),
-            (2, 2, 24, "packed", True),
-            (2, 3, 24, "wide", False),
+            (2, 3, 24, "packed", True, "sum"),
+            (2, 3, 24, "packed", True, "max"),
+            (2, 3, 24, "wide", True, "sum"),
+            (2, 3, 16, "packed", True, "none"),
+            (2, 3, 20, "packed", True, "sum"),
+            (2, 3, 48, "packed", True, "sum"),
+            (2, 2, 24, "packed", True, "sum"),
         ]
     return tuple(
-        HopperForwardLaunch(consumers, 128, stages, True, True, section * MIB, carry, late_sum)
-        for consumers, stages, section, carry, late_sum in choices
+        HopperForwardLaunch(consumers, 128, stages, True, True, section * MIB, carry, late_sum, hold)
+        for consumers, stages, section, carry, late_sum, hold in choices
     )
 
 

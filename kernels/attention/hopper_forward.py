@@ -46,7 +46,7 @@ def _produce(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, _o_s = buffers
+    q_s, k_s, v_s, _o_s, _hold_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
     queries, keys, heads, instances, section, tiles, window = problem
     program = gl.program_id(0)
@@ -151,11 +151,11 @@ def _left(p, dtype: tl.constexpr, left: tl.constexpr, CARRY: tl.constexpr):
 
 @gluon_jit
 def _step(
-    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn, key, low, high,
-    score_scale,
+    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
+    high, score_scale,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PING_PONG: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr, scores: tl.constexpr,
-    output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, PING_PONG: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr, HOLD: tl.constexpr,
+    scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
@@ -176,6 +176,12 @@ def _step(
     p, row_max, row_sum, decay = _softmax_step(
         s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, False, LATE_SUM, BLOCK_N, scores
     )
+    # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
+    # does not move it ahead of a store to shared memory, and this one needs the exponentials, or the maxima, first.
+    if HOLD == "sum":
+        hold.store(row_sum)
+    elif HOLD == "max":
+        hold.store(row_max)
     # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
     # written sooner (Triton up to 3.6 does not see that by itself).
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -190,10 +196,10 @@ def _consume(
     buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr,
-    CARRY: tl.constexpr, LATE_SUM: tl.constexpr,
+    CARRY: tl.constexpr, LATE_SUM: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, o_s = buffers
+    q_s, k_s, v_s, o_s, hold_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
     queries, keys, heads, instances, section, tiles, window = problem
     dtype: tl.constexpr = o_desc.dtype
@@ -204,6 +210,7 @@ def _consume(
     programs = gl.num_programs(0)
     q = matrix(q_s.index(ME))
     o = o_s.index(ME)
+    hold = hold_s.index(ME)
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     done = program * 0
     turn = program * 0
@@ -239,22 +246,25 @@ def _consume(
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
-                    last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
+                    turn, last - i, low, high, score_scale,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
+                    left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
-                acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
-                last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
+                acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
+                turn, last - i, low, high, score_scale,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
+                    left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, turn,
-                    last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, scores, output, left,
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
+                    turn, last - i, low, high, score_scale,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
+                    left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
@@ -287,6 +297,7 @@ def _hopper_forward_kernel(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
     CONSUMER_REGISTERS: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
@@ -301,7 +312,10 @@ def _hopper_forward_kernel(
     v_empty = barrier_ring(STAGES, CONSUMERS)
     if PING_PONG:
         mbarrier.arrive(turns.index(0), count=1)
-    buffers = (q_s, k_s, v_s, o_s)
+    SPARE: tl.constexpr = [CONSUMERS, 64, 4] if HOLD == "sum" and LATE_SUM else [CONSUMERS, 64]
+    ORDER: tl.constexpr = [1, 0] if HOLD == "sum" and LATE_SUM else [0]
+    hold_s = gl.allocate_shared_memory(gl.float32, SPARE, gl.SwizzledSharedLayout(1, 1, 1, ORDER))
+    buffers = (q_s, k_s, v_s, o_s, hold_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     problem = (queries, keys, heads, instances, section, tiles, window)
     # fmt: off
@@ -310,10 +324,10 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM)),
+                            LATE_SUM, HOLD)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM)),
+                            LATE_SUM, HOLD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -325,13 +339,13 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM)),
+                            LATE_SUM, HOLD)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM)),
+                            LATE_SUM, HOLD)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM)),
+                            LATE_SUM, HOLD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -398,6 +412,7 @@ def hopper_forward(
             CONSUMER_REGISTERS=launch.consumer_registers,
             CARRY=launch.carry,
             LATE_SUM=launch.late_sum,
+            HOLD=launch.hold,
             num_warps=4,
             maxnreg=launch.max_registers,
         )

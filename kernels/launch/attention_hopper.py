@@ -13,6 +13,7 @@ from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
 Carry = Literal["wide", "narrow", "packed"]
+Hold = Literal["none", "max", "sum"]
 Schedule = Literal["deferred", "beside", "lagged"]
 
 
@@ -30,6 +31,9 @@ class HopperForwardLaunch:
         carry: how probabilities go from one pass of the loop to the next: "wide", in fp32, for which three consumers
             have no registers; "narrow", in 16 bits; or "packed", two of these in an int32.
         late_sum: whether the threads that share a row add their sums up once a tile, not once a block.
+        hold: what of a block's softmax has to be done before the wait for P·V of the block before: its row maxima
+            ("max"), all of it ("sum", for which three consumers have no registers), or what ptxas thinks fit ("none":
+            next to nothing).
     """
 
     consumers: int
@@ -40,6 +44,7 @@ class HopperForwardLaunch:
     section_bytes: int
     carry: Carry
     late_sum: bool = False
+    hold: Hold = "none"
 
     @property
     def block_m(self) -> int:

@@ -101,8 +101,14 @@ def cases(head_dim: int) -> list[dict]:
         )
     ]
     forward_launches = [
-        {"lengths": pair, "launch": {"carry": carry, "late_sum": late_sum}, **option}
-        for carry, late_sum in (("packed", False), ("packed", True), ("narrow", True))
+        {"lengths": pair, "launch": {"carry": carry, "late_sum": late_sum, "hold": hold}, **option}
+        for carry, late_sum, hold in (
+            ("packed", False, "none"),
+            ("packed", True, "max"),
+            ("narrow", True, "none"),
+            ("packed", True, "sum"),
+            ("packed", False, "sum"),
+        )
         for pair in ((64, 64), (300, 300), (1025, 1025), (2100, 2100))
         for option in ({}, {"window": 400}, {"dtype": "float16"})
     ]
