@@ -312,9 +312,10 @@ def _hopper_forward_kernel(
     v_empty = barrier_ring(STAGES, CONSUMERS)
     if PING_PONG:
         mbarrier.arrive(turns.index(0), count=1)
-    SPARE: tl.constexpr = [CONSUMERS, 64, 4] if HOLD == "sum" and LATE_SUM else [CONSUMERS, 64]
-    ORDER: tl.constexpr = [1, 0] if HOLD == "sum" and LATE_SUM else [0]
-    hold_s = gl.allocate_shared_memory(gl.float32, SPARE, gl.SwizzledSharedLayout(1, 1, 1, ORDER))
+    if HOLD == "sum" and LATE_SUM:
+        hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    else:
+        hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     buffers = (q_s, k_s, v_s, o_s, hold_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     problem = (queries, keys, heads, instances, section, tiles, window)
