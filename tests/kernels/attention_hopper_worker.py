@@ -4,6 +4,7 @@ A process of its own, because a kernel that waits for a barrier in vain never re
 the lines and ends a process that stays silent.
 
     python attention_hopper_worker.py forward 128
+    python attention_hopper_worker.py backward 64 launch    # only the cases that have a key "launch"
 """
 
 from __future__ import annotations
@@ -80,37 +81,37 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (900, 900), "heads": pair, "batch": 3, "launch": {"section_bytes": 1}}
         for pair in ((8, 4), (6, 6), (6, 1))
     ]
-    launches = [  # what benchmarks/tune.py may choose for the backward kernel
-        {"launch": dict(zip(("schedule", "direct", "turns"), choice, strict=True)), **shape}
-        for choice in (
-            ("beside", True, False),
-            ("lagged", True, False),
-            ("lagged", True, True),
-            ("deferred", True, False),
-            ("beside", False, False),
-            ("lagged", False, False),
-            ("lagged", False, True),
-        )
-        for shape in (
-            {"lengths": (64, 64)},
-            {"lengths": (385, 385), "heads": (8, 2), "batch": 2},
-            {"lengths": (70, 300), "causal": False},
-            {"lengths": (1025, 1025), "window": 400},
-            {"lengths": (300, 70)},
-            {"lengths": (1125, 1125), "documents_q": (0, 1, 129, 386, 1025), "documents_k": (0, 1, 129, 386, 1025)},
-        )
+    borders = (0, 1, 129, 386, 1025)
+    shapes = [
+        {"lengths": (64, 64)},
+        {"lengths": (385, 385), "heads": (8, 2), "batch": 2},
+        {"lengths": (300, 70)},
+        {"lengths": (1025, 1025), "window": 400},
+        {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
     ]
-    forward_launches = [
+    launches = [  # for the backward kernel: all masks with the likeliest, causal ones with the others
+        {"launch": dict(zip(("schedule", "direct", "turns"), choice, strict=True)), **shape}
+        for choice, count in (
+            (("lagged", True, False), 5),
+            (("lagged", True, True), 5),
+            (("beside", True, False), 5),
+            (("deferred", True, False), 3),
+            (("beside", False, False), 3),
+            (("lagged", False, False), 3),
+            (("lagged", False, True), 3),
+        )
+        for shape in shapes[:count]
+    ]
+    forward_launches = [  # what benchmarks/tune.py may choose for the forward kernel
         {"lengths": pair, "launch": {"carry": carry, "late_sum": late_sum, "hold": hold}, **option}
-        for carry, late_sum, hold in (
-            ("packed", False, "none"),
-            ("packed", True, "max"),
-            ("narrow", True, "none"),
-            ("packed", True, "sum"),
-            ("packed", False, "sum"),
+        for carry, late_sum, hold, options in (
+            ("packed", True, "max", ({}, {"window": 400}, {"dtype": "float16"})),
+            ("packed", True, "sum", ({}, {"window": 400})),
+            ("packed", False, "sum", ({},)),
+            ("wide" if head_dim == 128 else "narrow", True, "none", ({},)),
         )
         for pair in ((64, 64), (300, 300), (1025, 1025), (2100, 2100))
-        for option in ({}, {"window": 400}, {"dtype": "float16"})
+        for option in options
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
         {"deterministic": True, "runs": runs, **shape}
@@ -290,8 +291,10 @@ def run_case(case: dict, backward: bool) -> list[str]:
 
 
 def main() -> None:
-    group, head_dim = sys.argv[1], int(sys.argv[2])
-    for case in cases(head_dim):
+    group, head_dim, *keys = sys.argv[1:]
+    for case in cases(int(head_dim)):
+        if not all(key in case for key in keys):
+            continue
         launch = case.get("launch", {})
         if ("schedule" in launch or "deterministic" in case) if group == "forward" else "carry" in launch:
             continue  # nothing of it is in these kernels
