@@ -14,6 +14,7 @@ Both passes are bound by instructions unless they are lean, so:
 - The second pass writes p · factor. Upstream gradient, z-loss, the gradient of lse and the low part of lse are in the
   factor, computed once a row; the target's element is computed apart and stored after a barrier.
 - While a program writes, it asks for the row that its SM takes next, so that memory is read during the second pass too.
+- With `carry`, each block is loaded into registers a pass before it is used.
 - With stages, later blocks are on their way to shared memory (cp.async) while one is worked on: few programs then keep
   enough bytes in flight. Triton leaves the loops as they are with one stage.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
 from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, sum_of_vectors, tanh
+from fuselm.kernels.cross_entropy_rows import head_of, lanes_of, prefetch_row, ragged_ends, row_offset
 
 VECTOR_BYTES = 16
 
@@ -32,46 +34,6 @@ if HAVE_TRITON:
     _LN2_LOW = tl.constexpr(7.348693209507928e-09)
     _LOWEST = tl.constexpr(-3.0e38)
     _INTERPRET = tl.constexpr(INTERPRET)
-
-
-@jit
-def _row_offset(row, inner, stride_outer, stride_inner):
-    return tl.cast(row // inner, tl.int64) * stride_outer + tl.cast(row % inner, tl.int64) * stride_inner
-
-
-@jit
-def _head(offset, shift, vocab, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    # elements before the row's first 16-byte border; `shift` is what the base pointer is beyond one
-    head = 0
-    if RAGGED:
-        head = tl.minimum((-(offset + shift) & (VECTOR - 1)).to(tl.int32), vocab)
-    return head
-
-
-@jit
-def _lanes(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    return tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK / VECTOR, VECTOR]
-
-
-@jit
-def _prefetch_row(row, count, THREADS: tl.constexpr):
-    # asks for the first `count` elements of a row, in lines of 128 bytes, one a thread at a time; they come to L2
-    LINE: tl.constexpr = 128 // (row.dtype.element_ty.primitive_bitwidth // 8)
-    lines = tl.arange(0, THREADS) * LINE
-    for start in range(0, count, THREADS * LINE):
-        address = (row + tl.minimum(start + lines, count - 1)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@jit
-def _ragged(head, vocab, VECTOR: tl.constexpr):
-    # columns of both ragged ends, the front in the first half, and which of them exist
-    index = tl.arange(0, 2 * VECTOR)  # [2 VECTOR]
-    end = head + (vocab - head) // VECTOR * VECTOR
-    column = tl.where(index < VECTOR, index, end + index - VECTOR)
-    return column, tl.where(index < VECTOR, index < head, column < vocab)
 
 
 @jit
@@ -110,13 +72,14 @@ def _logsumexp(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     READ_STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     # lse in two parts, the sum of the logits (with smoothing), the target's capped logit (with softcap) of one row, of
     # which the first `limit` logits count: all or none
     N: tl.constexpr = BLOCK // VECTOR
-    lanes = _lanes(BLOCK, VECTOR)
+    lanes = lanes_of(BLOCK, VECTOR)
     body = logits + head
     chunks = (limit - tl.minimum(head, limit)) // VECTOR
     full = chunks // N
@@ -124,12 +87,24 @@ def _logsumexp(
     s = tl.zeros([N], tl.float32)
     total = tl.zeros([N], tl.float32)
     picked = tl.zeros([N], tl.float32)
-    for i in tl.range(0, full, num_stages=READ_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
-        z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
-        reference, s, total, picked = _accumulate(
-            reference, s, total, picked, z, True, head + i * BLOCK + lanes, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
-        )
+    if CARRY:  # each block is loaded a pass before it is used
+        waiting = tl.load(tl.multiple_of(body + lanes, [1, 16]), mask=full > 0, eviction_policy="evict_last")
+        for i in range(0, full):
+            z = waiting.to(tl.float32)
+            pointers = tl.multiple_of(body + tl.minimum(i + 1, full - 1) * BLOCK + lanes, [1, 16])
+            waiting = tl.load(pointers, eviction_policy="evict_last")
+            column = head + i * BLOCK + lanes
+            reference, s, total, picked = _accumulate(
+                reference, s, total, picked, z, True, column, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
+            )
+    else:
+        for i in tl.range(0, full, num_stages=READ_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+            pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
+            z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
+            column = head + i * BLOCK + lanes
+            reference, s, total, picked = _accumulate(
+                reference, s, total, picked, z, True, column, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
+            )
     if full * N < chunks:
         mask = (full * N + tl.arange(0, N) < chunks)[:, None]
         pointers = tl.multiple_of(body + full * BLOCK + lanes, [1, 16])
@@ -152,7 +127,7 @@ def _logsumexp(
     row_total = tl.sum(total, 0)
     row_picked = tl.sum(picked, 0)
     if RAGGED:
-        column, exists = _ragged(head, vocab, VECTOR)
+        column, exists = ragged_ends(head, vocab, VECTOR)
         exists = exists & (limit > 0)
         z = tl.load(logits + column, mask=exists, other=float("-inf")).to(tl.float32)
         z = tl.where(exists, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
@@ -214,6 +189,7 @@ def _write_gradient(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WRITE_STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -221,7 +197,7 @@ def _write_gradient(
     # row, where `zero`. x_target is the target's logit, read before anybody could write over it.
     N: tl.constexpr = BLOCK // VECTOR
     dtype = gradient.dtype.element_ty
-    lanes = _lanes(BLOCK, VECTOR)
+    lanes = lanes_of(BLOCK, VECTOR)
     source = logits + head
     sink = gradient + head
     chunks = (vocab - head) // VECTOR
@@ -233,7 +209,7 @@ def _write_gradient(
             tl.store(tl.multiple_of(sink + i * BLOCK + lanes, [1, ALIGNMENT]), nothing, eviction_policy="evict_first")
         tl.store(tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT]), nothing, mask=mask)
         if RAGGED:
-            column, exists = _ragged(head, vocab, VECTOR)
+            column, exists = ragged_ends(head, vocab, VECTOR)
             tl.store(gradient + column, tl.zeros([2 * VECTOR], dtype), mask=exists)
     else:
         # p = 2^(z · log2(e) - reference - low): the reference is a rounded number, what it lacks goes into the factor
@@ -249,15 +225,29 @@ def _write_gradient(
             d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
             pointers = tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT])
             tl.store(pointers, d.to(dtype), mask=mask, eviction_policy="evict_first")
-        for i in tl.range(0, full, num_stages=WRITE_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            start = (full - 1 - i) * BLOCK
-            pointers = tl.multiple_of(source + start + lanes, [1, 16])
-            z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
-            d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
-            pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
-            tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
+        if CARRY:
+            last = tl.maximum(full - 1, 0) * BLOCK
+            waiting = tl.load(
+                tl.multiple_of(source + last + lanes, [1, 16]), mask=full > 0, eviction_policy="evict_first"
+            )
+            for i in range(0, full):
+                start = (full - 1 - i) * BLOCK
+                z = waiting.to(tl.float32)
+                pointers = tl.multiple_of(source + tl.maximum(start - BLOCK, 0) + lanes, [1, 16])
+                waiting = tl.load(pointers, eviction_policy="evict_first")
+                d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+                pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
+                tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
+        else:
+            for i in tl.range(0, full, num_stages=WRITE_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+                start = (full - 1 - i) * BLOCK
+                pointers = tl.multiple_of(source + start + lanes, [1, 16])
+                z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
+                d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+                pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
+                tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
         if RAGGED:
-            column, exists = _ragged(head, vocab, VECTOR)
+            column, exists = ragged_ends(head, vocab, VECTOR)
             z = tl.load(logits + column, mask=exists, other=0.0).to(tl.float32)
             d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
             tl.store(gradient + column, d.to(dtype), mask=exists)
@@ -310,6 +300,7 @@ def cross_entropy_forward_kernel(
     ALIGNMENT: tl.constexpr,
     READ_STAGES: tl.constexpr,
     WRITE_STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
     AHEAD: tl.constexpr,
     THREADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -319,19 +310,31 @@ def cross_entropy_forward_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     row = tl.program_id(0)
-    offset = _row_offset(row, inner, stride_outer, stride_inner)
+    offset = row_offset(row, inner, stride_outer, stride_inner)
     logits = logits_ptr + offset
     target = tl.load(targets_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < vocab)
     target = tl.where(in_range, target, 0).to(tl.int32)
     x_target = tl.load(logits + target).to(tl.float32)
-    head = _head(offset, shift, vocab, RAGGED, VECTOR)
+    head = head_of(offset, shift, vocab, RAGGED, VECTOR)
     limit = vocab
     if SKIP_IGNORED:
         limit = tl.where(ignored, 0, vocab)
     lse, lse_low, total, picked = _logsumexp(
-        logits, head, target, vocab, limit, softcap, RAGGED, HAS_SMOOTHING, HAS_SOFTCAP, READ_STAGES, BLOCK, VECTOR
+        logits,
+        head,
+        target,
+        vocab,
+        limit,
+        softcap,
+        RAGGED,
+        HAS_SMOOTHING,
+        HAS_SOFTCAP,
+        READ_STAGES,
+        CARRY,
+        BLOCK,
+        VECTOR,
     )
     if SKIP_IGNORED:  # a row that was not read
         lse = tl.where(ignored, 0.0, lse)
@@ -358,8 +361,8 @@ def cross_entropy_forward_kernel(
         if AHEAD > 0 and not _INTERPRET:
             later = row + ahead
             if later < tl.num_programs(0):
-                later_row = logits_ptr + _row_offset(later, inner, stride_outer, stride_inner)
-                _prefetch_row(later_row, tl.minimum(vocab, AHEAD), THREADS)
+                later_row = logits_ptr + row_offset(later, inner, stride_outer, stride_inner)
+                prefetch_row(later_row, tl.minimum(vocab, AHEAD), THREADS)
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr + row.to(tl.int64) * scale_stride)
@@ -371,7 +374,7 @@ def cross_entropy_forward_kernel(
             zero = False
         _write_gradient(
             logits,
-            gradient_ptr + _row_offset(row, inner, gradient_outer, gradient_inner),
+            gradient_ptr + row_offset(row, inner, gradient_outer, gradient_inner),
             head,
             x_target,
             lse,
@@ -391,6 +394,7 @@ def cross_entropy_forward_kernel(
             HAS_SMOOTHING,
             HAS_SOFTCAP,
             WRITE_STAGES,
+            CARRY,
             BLOCK,
             VECTOR,
         )
@@ -428,6 +432,7 @@ def cross_entropy_backward_kernel(
     RAGGED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WRITE_STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -440,7 +445,7 @@ def cross_entropy_backward_kernel(
     weight = tl.load(row_weight_ptr)
     # A grid of as many programs as run at once, each with many rows: where nothing is to be done, that is cheap.
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        offset = _row_offset(row, inner, stride_outer, stride_inner)
+        offset = row_offset(row, inner, stride_outer, stride_inner)
         logits = logits_ptr + offset
         target = tl.load(targets_ptr + row).to(tl.int64)
         ignored = target == ignore_index
@@ -458,8 +463,8 @@ def cross_entropy_backward_kernel(
         tl.debug_barrier()  # in place: nobody may write before all have read the target's logit
         _write_gradient(
             logits,
-            gradient_ptr + _row_offset(row, inner, gradient_outer, gradient_inner),
-            _head(offset, shift, vocab, RAGGED, VECTOR),
+            gradient_ptr + row_offset(row, inner, gradient_outer, gradient_inner),
+            head_of(offset, shift, vocab, RAGGED, VECTOR),
             x_target,
             tl.load(lse_ptr + row),
             tl.load(lse_low_ptr + row),
@@ -478,6 +483,7 @@ def cross_entropy_backward_kernel(
             HAS_SMOOTHING,
             HAS_SOFTCAP,
             WRITE_STAGES,
+            CARRY,
             BLOCK,
             VECTOR,
         )

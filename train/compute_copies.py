@@ -8,7 +8,6 @@ micro-batches in fp32.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -39,8 +38,7 @@ class ComputeCopies:
                 self._slots.append((module, name, parameter))
         self._parameter_of = {copy: parameter for parameter, copy in self.of.items()}
         self._versions = {parameter: parameter._version for parameter in self.of}
-        self._summing = self._postponed = False
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._summing = False
         self.active = False
         model.register_forward_pre_hook(lambda *_: self.enter())
 
@@ -69,17 +67,7 @@ class ComputeCopies:
 
     def sum_gradients(self) -> None:
         """From now to the end of the step, add up gradients in fp32, in the parameters' `grad`."""
-        if self._sums and not self._summing:
-            torch._foreach_zero_(list(self._sums.values()))  # pyright: ignore[reportPrivateImportUsage]
-            for parameter, total in self._sums.items():
-                parameter.grad = total
         self._summing = True
-
-    def fix_sums(self) -> None:
-        """Keep the memory in which gradients are added up from step to step, for a CUDA graph that writes there."""
-        self._sums = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.of if p.requires_grad}
-        for parameter, total in self._sums.items():
-            parameter.grad = total
 
     @property
     def summing(self) -> bool:
@@ -98,21 +86,9 @@ class ComputeCopies:
         for copy in self.of.values():
             copy.grad = None
 
-    @contextlib.contextmanager
-    def summed_at_once(self) -> Iterator[None]:
-        """Add the gradients of a backward pass in here at the end, on the current stream, not one by one on the stream
-        that autograd keeps for each parameter: a CUDA graph can only be captured on one."""
-        self._postponed = True
-        try:
-            yield
-        finally:
-            self._postponed = False
-        for copy in self.of.values():
-            self._keep_sum(copy)
-
     @torch.no_grad()
     def _keep_sum(self, copy: torch.Tensor) -> None:
-        if not self._summing or self._postponed or copy.grad is None:
+        if not self._summing or copy.grad is None:
             return
         parameter = self._parameter_of[copy]  # pyright: ignore[reportArgumentType]
         if parameter.grad is None:

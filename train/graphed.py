@@ -22,30 +22,32 @@ class GraphedBackward:
         model: on one GPU, not sharded.
         copies: of its parameters; the gradients arrive where these put them.
 
-    A micro-batch of another shape, or with document borders (whose number changes), is the caller's to run.
+    The caller's to run are micro-batches of another shape, with document borders (whose number changes), and those of a
+    step that has several: autograd adds their gradients up on a stream that it chose before, which a graph cannot hold.
     """
 
     def __init__(self, model: nn.Module, copies: ComputeCopies) -> None:
         self.model, self.copies = model, copies
-        self._graphs: dict[bool, _Captured] = {}
+        self._graph: _Captured | None = None
         self._shape: torch.Size | None = None
-        self._seen: dict[bool, int] = {False: 0, True: 0}
+        self._seen = 0
 
     @property
     def captured(self) -> bool:
         """Whether a pass was captured yet."""
-        return bool(self._graphs)
+        return self._graph is not None
 
     def takes(self, batch: Batch) -> bool:
         """Whether this micro-batch can be replayed; the first few, which warm up, cannot."""
-        if batch.cu_seqlens is not None or (self._shape is not None and batch.tokens.shape != self._shape):
+        if batch.cu_seqlens is not None or self.copies.summing:
             return False
-        summing = self.copies.summing
-        self._seen[summing] += 1
-        return self._seen[summing] > WARM_UP
+        if self._shape is not None and batch.tokens.shape != self._shape:
+            return False
+        self._seen += 1
+        return self._seen > WARM_UP
 
     def __call__(self, batch: Batch, count: torch.Tensor) -> torch.Tensor:
-        """Backward of (sum of the loss) / count; adds to the gradients.
+        """Backward of (sum of the loss) / count.
 
         Args:
             batch: on the CPU.
@@ -54,12 +56,10 @@ class GraphedBackward:
         Returns:
             The sum of the loss, 0-dim, which the next call overwrites.
         """
-        summing = self.copies.summing
-        captured = self._graphs.get(summing)
-        if captured is None:
+        if self._graph is None:
             self._shape = batch.tokens.shape
-            captured = self._graphs[summing] = _Captured(self.model, self.copies, batch, count)
-        return captured.replay(batch, count)
+            self._graph = _Captured(self.model, self.copies, batch, count)
+        return self._graph.replay(batch, count)
 
 
 def graph_backward(model: nn.Module, copies: ComputeCopies) -> None:
@@ -78,16 +78,13 @@ class _Captured:
         device = count.device
         self.tokens, self.targets = batch.tokens.to(device), batch.targets.to(device)
         self.count = count.clone()
-        if copies.summing:
-            copies.fix_sums()
         copies.enter()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # the graph has memory of its own
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             loss = model(self.tokens, self.targets, reduction="sum")
-            with copies.summed_at_once():
-                (loss / self.count).backward()
+            (loss / self.count).backward()
             self.loss = loss.detach()
         self.gradients = {copy: copy.grad for copy in copies.of.values() if copy.grad is not None}
 

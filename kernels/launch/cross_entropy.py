@@ -22,6 +22,7 @@ class CrossEntropyLaunch:
         ahead: logits for which a program asks L2 while it writes the gradient: the first ones of the row that takes its
             place on the SM.
         resident: programs that run on an SM at a time; says which row that is.
+        carry: load each block a pass before it is used, in both passes; takes the place of stages.
     """
 
     block: int
@@ -30,6 +31,7 @@ class CrossEntropyLaunch:
     write_stages: int = 1
     ahead: int = 0
     resident: int = 1
+    carry: bool = False
 
 
 def cross_entropy_launch(
@@ -40,21 +42,18 @@ def cross_entropy_launch(
     Wide rows take many warps, so that few rows are in flight: their second read then hits L2 (132 rows of 128,256 bf16
     logits are 34 MB). A thread holds two vectors of 16 bytes at a time, four in the widest rows, where a single program
     an SM has to keep enough bytes in flight. Loss and gradient on an H200, bf16: 8192 x 128256 1.27 ms, with two
-    vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. In the widest rows that
-    single program also asks for half of the next row while it writes: 8192 x 128255 1.28 ms, without 1.36. Narrower
-    rows, of which several are on an SM, lose by it (16384 x 32000: 0.59 ms), and it was measured with 60 MB of L2 only.
-    A softcap's tanh needs the registers of two vectors: with four it spills up to 1 KB on sm_100.
+    vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. Asking L2 for the next row
+    (`ahead`) costs more than it brings: 1.56 ms without and 1.61 to 1.75 with it at 8192 x 128256, in a run that read
+    high altogether; 0.53 and 0.59 ms at 16384 x 32000. A softcap's tanh needs the registers of two vectors: with four
+    it spills up to 1 KB on sm_100.
     """
     vector = 16 // dtype.itemsize
     whole = max(1 << max(vocab - 1, 0).bit_length(), 8 * vector)
-    ahead = 0
     if vocab * dtype.itemsize > 128 * 1024:
         block, num_warps = 4096 * vector, 32
-        if profile.arch == 90 and not softcap:
-            ahead = 128 * 1024 // dtype.itemsize
     elif vocab * dtype.itemsize > 32 * 1024:
         block, num_warps = 1024 * vector, 16
     else:
         block, num_warps = 256 * vector, 8
     block = min(block, whole, 64 * vector * num_warps if softcap else whole)
-    return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)), ahead=ahead)
+    return CrossEntropyLaunch(block, min(num_warps, max(block // vector // 32, 1)))

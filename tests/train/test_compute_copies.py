@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any, cast
 
@@ -109,29 +108,6 @@ def test_gradients_of_micro_batches_add_up_in_fp32(bf16, world):
     optimizer.zero_grad()
     forward_backward(model, batches(1), world)
     assert all(p.grad is None for p in copies.of), "the next step sums only if it has several micro-batches"
-
-
-def test_gradients_summed_at_once_are_those_summed_one_by_one(bf16, world):
-    """As a graph does it, which can launch nothing while autograd runs."""
-    model, _ = bf16
-    copies: Any = copies_of(model)
-
-    def sums(at_once: bool) -> list[torch.Tensor]:
-        copies.sum_gradients()
-        for batch in batches(3):
-            copies.enter()
-            with copies.summed_at_once() if at_once else contextlib.nullcontext():
-                model(batch.tokens, batch.targets, reduction="sum").backward()
-                kept = [p for p, copy in copies.of.items() if copy.grad is not None]
-                assert len(kept) == (len(copies.of) if at_once else 0)
-        gradients = [p.grad for p in copies.of]
-        for p in copies.of:
-            p.grad = None
-        copies.drop_gradients()
-        return gradients
-
-    for one, other in zip(sums(True), sums(False), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_parameters_written_from_outside_reach_the_copies(bf16, world):
