@@ -26,12 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 # The first pattern that a kernel's name matches, case ignored, names its kind.
 KINDS = (
     ("communication", r"nccl"),
-    ("attention", r"attention|flash|fmha|cudnn.*sdpa"),
-    ("cross-entropy", r"cross_entropy|log_softmax|nll"),
-    ("norm", r"rms_norm|_partial.*dw|layer_norm"),
-    ("rope", r"rope|rotary"),
+    ("attention", r"attention|flash|fmha|cudnn.*sdpa|_hopper_|_tile_table|_decode_(split|merge)"),
+    ("cross-entropy", r"cross_entropy|log_softmax|nll|_multiply_kernel|weighted_sum|row_weight"),
+    ("norm", r"rms_norm|sum_partials|layer_norm"),
+    ("rope", r"rope|rotary|sum_weight_gradients"),
     ("swiglu", r"swiglu|silu"),
-    ("optimizer", r"adamw|multi_tensor|_squared_norm|_clip"),
+    ("optimizer", r"adamw|multi_tensor|_squared_norm|_clip|^(squares|class_sums|norm|finish)_kernel"),
     ("matrix multiplication", r"gemm|nvjet|cutlass|xmma|matmul|splitk"),
     ("embedding", r"embedding|index_select|indexing_backward|gather"),
     ("copies and casts", r"memcpy|copy_kernel|chunk_cat|split_with_sizes|cat_array|catarray|direct_copy|convert"),

@@ -4,8 +4,8 @@
     python benchmarks/report.py benchmarks/results/kernels.json [...] --output benchmarks/results
     python benchmarks/report.py --compare old.json new.json
 
-Of bench_step.py's files it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference; a table of its own for files
-with peers) and OUTPUT/steps.png (loss curves and speed); of compare_kernels.py's OUTPUT/kernels.md (the summary),
+Of bench_step.py's files with peers it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png
+(loss curves and speed), of those without steps_own.md and steps_own.png; of compare_kernels.py's OUTPUT/kernels.md (the summary),
 OUTPUT/kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. It prints the tables
 and puts them into the pages, each between its two markers. --compare takes two files of compare_kernels.py and exits
 with 1 if a row of the new one is slower, takes more memory or fails: the regression gate.
@@ -48,10 +48,10 @@ class Arguments:
     """Folder for the tables and pictures."""
 
     readme: Path | None = Path("README.md")
-    """Page for the steps' table and the kernels' summary; None for no page."""
+    """Page for the table of steps beside peers and the kernels' summary; None for no page."""
 
     performance: Path | None = Path("docs/performance.md")
-    """Page for all kernel tables; None for no page."""
+    """Page for the table of our own steps and all kernel tables; None for no page."""
 
     compare: tuple[Path, Path] | None = None
     """An old and a new file of compare_kernels.py."""
@@ -250,12 +250,21 @@ def _put(page: Path | None, table: str, markers: tuple[str, str]) -> list[Path]:
 
 
 def report_steps(results: list[dict[str, Any]], arguments: Arguments) -> list[Path]:
-    """Table and picture of whole steps; gives what was written."""
-    table, paths = markdown(results), [arguments.output / "steps.md", arguments.output / "steps.png"]
-    paths[0].write_text(table)
-    picture(results, paths[1])
-    print(table)
-    return paths + _put(arguments.readme, table, MARKERS)
+    """Tables and pictures of whole steps: beside peers for the README, ours alone for the performance page; gives what
+    was written."""
+    written: list[Path] = []
+    for name, page, group in (
+        ("steps", arguments.readme, [result for result in results if result.get("comparison")]),
+        ("steps_own", arguments.performance, [result for result in results if not result.get("comparison")]),
+    ):
+        if not group:
+            continue
+        table, paths = markdown(group), [arguments.output / f"{name}.md", arguments.output / f"{name}.png"]
+        paths[0].write_text(table)
+        picture(group, paths[1])
+        print(table)
+        written += paths + _put(page, table, MARKERS)
+    return written
 
 
 def report_kernels(results: KernelResults, arguments: Arguments) -> list[Path]:

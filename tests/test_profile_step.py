@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,20 @@ def profile_step() -> Any:
 )
 def test_the_kind_of_a_kernel(profile_step, name, kind):
     assert profile_step.kind_of(name) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind_and_a_name_of_its_own(profile_step):
+    """Whose file it is in: a step is not to hide our own time under "other"."""
+    kinds = {"attention": "attention", "decode_attention": "attention", "rms_norm": "norm", "rope": "rope"}
+    kinds |= {"qk_norm_rope": "rope", "swiglu": "swiglu", "cross_entropy": "cross-entropy", "adamw": "optimizer"}
+    names = []
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        for name in re.findall(r"^@jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE):
+            folder = path.parent.name if path.parent.name != "kernels" else path.stem.removesuffix("_kernels")
+            kind = profile_step.kind_of(name)
+            assert kind == kinds.get(folder, kind) != "other", f"{path}: {name} is {kind}"
+            names.append(name)
+    assert len(names) == len(set(names)) > 20
 
 
 def test_overlapping_kernels_are_busy_once_and_gaps_are_idle(profile_step):

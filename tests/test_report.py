@@ -37,9 +37,10 @@ def bench_step():
     return _module("bench_step")
 
 
-def test_the_readme_shows_the_committed_results(report):
-    table = (RESULTS / "steps.md").read_text()
-    page = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(("name", "page"), [("steps", "README.md"), ("steps_own", "docs/performance.md")])
+def test_the_pages_show_the_committed_results(report, name, page):
+    table = (RESULTS / f"{name}.md").read_text()
+    page = (ROOT / page).read_text()
     assert table.strip() and report.replace_table(page, table) == page
     for line in table.splitlines():
         if line.startswith("| ") and line.split("|")[1].strip() not in ("model", ""):

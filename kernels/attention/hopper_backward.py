@@ -40,7 +40,13 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.attention.hopper_dq import add_dq, finish_kernel, pass_turn, prepare_kernel, wait_for_turn
+from fuselm.kernels.attention.hopper_dq import (
+    add_dq,
+    attention_finish_kernel,
+    pass_turn,
+    attention_prepare_kernel,
+    wait_for_turn,
+)
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
 
 
@@ -405,7 +411,7 @@ def hopper_backward(
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
     with torch.cuda.device_of(q):
-        prepare_kernel[(query_tiles * heads * batch,)](
+        attention_prepare_kernel[(query_tiles * heads * batch,)](
             out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
             HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered,
@@ -438,7 +444,7 @@ def hopper_backward(
             ORDERED=launch.ordered,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
-        finish_kernel[(query_tiles * heads * batch,)](
+        attention_finish_kernel[(query_tiles * heads * batch,)](
             dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
             PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=launch.direct, num_warps=4,
         )  # fmt: skip

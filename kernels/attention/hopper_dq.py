@@ -15,7 +15,7 @@ from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
-def prepare_kernel(
+def attention_prepare_kernel(
     o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
     queries, keys, heads, documents, tiles,
@@ -57,7 +57,7 @@ def prepare_kernel(
 
 
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
-def finish_kernel(
+def attention_finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
     queries, keys, heads, documents, tiles,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr,

@@ -17,7 +17,7 @@ import torch
 
 from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
-from fuselm.kernels.attention.hopper_dq import finish_kernel
+from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, heads_a_section
 
@@ -160,7 +160,7 @@ def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     added = torch.empty(*blocks.shape[:3], 4096, device=device)
     added[..., order.flatten().to(device)] = blocks.flatten(-2)
     dq = torch.empty(1, queries, heads, head_dim, device=device)
-    finish_kernel[(2 * heads,)](
+    attention_finish_kernel[(2 * heads,)](
         added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2,
         PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=True, num_warps=4,
     )  # fmt: skip
