@@ -31,7 +31,7 @@ KINDS = (
     ("norm", r"rms_norm|sum_partials|layer_norm"),
     ("rope", r"rope|rotary|sum_weight_gradients"),
     ("swiglu", r"swiglu|silu"),
-    ("optimizer", r"adamw|multi_tensor|_squared_norm|_clip|^(squares|class_sums|norm|finish)_kernel"),
+    ("optimizer", r"adamw|multi_tensor|_squared_norm|_clip|^_?(squares|class_sums|norm|finish|finalize)_kernel"),
     ("matrix multiplication", r"gemm|nvjet|cutlass|xmma|matmul|splitk"),
     ("embedding", r"embedding|index_select|indexing_backward|gather"),
     ("copies and casts", r"memcpy|copy_kernel|chunk_cat|split_with_sizes|cat_array|catarray|direct_copy|convert"),
