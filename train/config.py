@@ -131,6 +131,9 @@ class EvaluationConfig:
     batches: int = 10
     """Global batches a validation; fewer when the validation split is shorter; 0 turns validation off."""
 
+    source_documents: int = 0
+    """Measure so many held-out documents of each source with each validation; 0 for none."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -236,6 +239,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule.min_lr_ratio": (lambda value: 0 <= value <= 1, "from 0 to 1"),
     "evaluation.every": _AT_LEAST_0,
     "evaluation.batches": _AT_LEAST_0,
+    "evaluation.source_documents": _AT_LEAST_0,
     "checkpoint.every": _AT_LEAST_0,
     "checkpoint.keep": _AT_LEAST_1,
     "checkpoint.keep_every": _AT_LEAST_0,

@@ -11,10 +11,11 @@ from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
 from fuselm.train.evaluation import Feed
 from fuselm.train.packing import PackedStream, PrefetchingFeed
+from fuselm.train.validation import Validation
 
 
-def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, PrefetchingFeed, Feed | None]:
-    """The training split, and how this rank reads the training and the validation split; all ranks together.
+def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, PrefetchingFeed, Validation | None]:
+    """The training split, how this rank reads it, and the validation; all ranks together.
 
     The training feed makes its batches ahead, in a thread; close it in the end.
 
@@ -29,18 +30,18 @@ def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Prefetc
         for turn in (world.rank == 0, world.local_rank == 0):
             world.together(lambda turn=turn: prepare_bundled(bundled, config.data.vocab_size) if turn else None)
 
-    def feed(dataset: TokenDataset, shuffle: bool) -> Feed:
-        kind = PackedStream if shuffle and config.data.packing == "best_fit" else DataStream
+    def feed(dataset: TokenDataset, training: bool) -> Feed:
+        kind = PackedStream if training and config.data.packing == "best_fit" else DataStream
         stream = kind(
             dataset,
             seq_len=config.training.seq_len,
             global_batch_size=config.training.global_batch_size,
-            seed=config.training.seed,
-            shuffle=shuffle,
+            # Validation takes its batches from all over the split, the same ones in every run.
+            seed=config.training.seed if training else 0,
         )
         return Feed(stream, world, config.training.micro_batch_size, config.data.document_mask)
 
-    def open_both() -> tuple[TokenDataset, PrefetchingFeed, Feed | None]:
+    def open_both() -> tuple[TokenDataset, PrefetchingFeed, Validation | None]:
         training = TokenDataset.open(path, "train")
         validation = TokenDataset.open(path, "validation") if config.evaluation.batches else None
         if training.vocab_size > config.model.vocab_size:
@@ -49,7 +50,10 @@ def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, Prefetc
                 f"{config.model.vocab_size}: pass --model.vocab_size {training.vocab_size} or larger"
             )
         ahead = PrefetchingFeed(feed(training, True))
-        return training, ahead, None if validation is None else feed(validation, False)
+        if validation is None:
+            return training, ahead, None
+        measured = Validation(feed(validation, False), validation, config.evaluation, config.training.seq_len)
+        return training, ahead, measured
 
     return world.together(open_both)
 

@@ -48,6 +48,7 @@ from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
 from fuselm.train.parallelize import require_memory
 from fuselm.train.run_folder import RunFolder, temporary_folder
 from fuselm.train.trainer import StopSignal
+from fuselm.train.validation import ValidationResult
 
 Recompute = Literal["none", "full", "selective"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -301,7 +302,7 @@ class FineTuning:
             batches = self.validation.stream.sequences_per_epoch // self.validation.stream.global_batch_size
             loss, tokens = evaluate(self.model, self.validation, batches)
             self.losses[f"Validation loss {when}"] = loss
-            self.reporter.validation(step, loss, tokens)
+            self.reporter.validation(step, ValidationResult(loss, tokens))
 
     def _run(self, stop: StopSignal) -> int:
         arguments, world = self.arguments, self.world

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -26,6 +26,9 @@ from fuselm.train.config import LoggingConfig
 from fuselm.train.errors import in_words, warn
 from fuselm.train.json_lines import METRIC, read_entries
 from fuselm.train.wandb_log import WandbLog
+
+if TYPE_CHECKING:
+    from fuselm.train.validation import ValidationResult
 
 
 @dataclass(frozen=True)
@@ -189,13 +192,27 @@ class Reporter:
         names = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops", "mfu", "memory_gib")
         self._add_scalars({f"train/{name}": getattr(metrics, name) for name in names}, metrics.step)
 
-    def validation(self, step: int, loss: float, tokens: int) -> None:
+    def validation(self, step: int, found: ValidationResult) -> None:
         """A validation is done after `step` steps."""
         if self.run is None:
             return
-        self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
-        self.say(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  validation loss {loss:.4f}")
-        self._add_scalars({"validation/loss": loss}, step)
+        entry: dict[str, Any] = {"step": step, "validation_loss": found.loss, "validation_tokens": found.tokens}
+        scalars = {"validation/loss": found.loss}
+        bits = ""
+        if found.bits_per_byte is not None:
+            entry["validation_bits_per_byte"] = scalars["validation/bits_per_byte"] = found.bits_per_byte
+            bits = f"  bits/byte {found.bits_per_byte:.4f}"
+        if found.sources:
+            entry["validation_sources"] = {
+                s.name: {"loss": s.loss, "bits_per_byte": s.bits_per_byte, "tokens": s.tokens} for s in found.sources
+            }
+        prefix = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  validation loss"
+        self._write(entry)
+        self.say(f"{prefix} {found.loss:.4f}{bits}")
+        for s in found.sources:
+            self.say(f"{prefix} {s.loss:.4f}  bits/byte {s.bits_per_byte:.4f}  of {s.name}, {s.documents:,} documents")
+            scalars |= {f"validation/{s.name}/loss": s.loss, f"validation/{s.name}/bits_per_byte": s.bits_per_byte}
+        self._add_scalars(dict(scalars), step)
 
     def _add_scalars(self, values: dict[str, float | None], step: int) -> None:
         if self.wandb is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -115,6 +115,20 @@ def source_losses(
     return results
 
 
+def document_windows(
+    data: TokenDataset, tokenizer: TextTokenizer, seq_len: int, max_documents: int
+) -> tuple[list[SourceLoss], list[tuple[int, NDArray[np.int64]]]]:
+    """What is to be predicted of the first `max_documents` documents of each source.
+
+    Returns:
+        The sources, with their documents and bytes counted but no losses yet, and (source, ids) of each window: up to
+        seq_len + 1 ids, of which all but the first are predicted.
+    """
+    names, sources = document_sources(data)
+    results = [SourceLoss(name) for name in names]
+    return results, list(_windows(data, tokenizer, sources, results, seq_len, max_documents))
+
+
 def _windows(
     data: TokenDataset,
     tokenizer: TextTokenizer,
@@ -129,6 +143,8 @@ def _windows(
     for number, source in enumerate(sources.tolist()):
         result = results[source]
         if max_documents and result.documents >= max_documents:
+            if all(r.documents >= max_documents for r in results):
+                return
             continue
         ids = data.read(int(borders[number]), int(borders[number + 1] - borders[number])).astype(np.int64)
         text = ids[1:-1] if begins_itself else ids[:-1]
@@ -217,7 +233,7 @@ def main(args: Sequence[str] | None = None) -> int:
         folder = arguments.data or config.data.path or bundled
         data = TokenDataset.open(folder, "train" if arguments.split == "train" else "validation")
         index = read_index(folder)
-        tokenizer = TextTokenizer.load(data.tokenizer_path, **_special_names(data, index))
+        tokenizer = load_tokenizer(data, index)
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, own = load_run(arguments.run, step=arguments.step, device=device, eos_token=tokenizer.eos_token)
         if own.to_json() != tokenizer.to_json():
@@ -241,15 +257,15 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _special_names(data: TokenDataset, index: dict) -> dict[str, str | None]:
-    """The names of the special tokens that the data was written with."""
-
+def load_tokenizer(data: TokenDataset, index: dict[str, Any]) -> TextTokenizer:
+    """The tokenizer of a data set, with the special tokens that `index` says it was written with."""
     backend = Tokenizer.from_file(str(data.tokenizer_path))
     bos = index.get("bos_id")
-    return {
-        "eos_token": backend.id_to_token(data.eos_id),
-        "bos_token": None if bos is None else backend.id_to_token(bos),
-    }
+    return TextTokenizer.load(
+        data.tokenizer_path,
+        eos_token=backend.id_to_token(data.eos_id),
+        bos_token=None if bos is None else backend.id_to_token(bos),
+    )
 
 
 if __name__ == "__main__":

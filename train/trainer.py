@@ -22,7 +22,7 @@ from fuselm.train.checkpoint_writer import CheckpointWriter, Retention
 from fuselm.train.config import TrainConfig, resolve, to_json
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.errors import UserError, in_words, report
-from fuselm.train.evaluation import evaluate, forward_backward
+from fuselm.train.evaluation import forward_backward
 from fuselm.train.event_log import EventLog
 from fuselm.train.feeds import data_position, open_feeds
 from fuselm.train.graphed import graph_backward
@@ -376,9 +376,9 @@ class Trainer:
         if self.validation is not None:
             self._read_pending()
             self.watch.at("the validation", self.step)
-            loss, tokens = evaluate(self.model, self.validation, self.config.evaluation.batches)
-            self.progress.validated(loss)
-            self.reporter.validation(self.step, loss, tokens)
+            found = self.validation(self.model)
+            self.progress.validated(found.loss)
+            self.reporter.validation(self.step, found)
             self._pause()
 
     def _save(self, last: bool = False) -> None:

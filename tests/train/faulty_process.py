@@ -21,7 +21,7 @@ def main() -> int:
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def faulty(self: Feed, step: int):
-        if self.stream.shuffle and step == at and self.world.rank == rank:  # type: ignore[attr-defined]
+        if self.stream.dataset.split == "train" and step == at and self.world.rank == rank:  # type: ignore[attr-defined]
             if fault == "sleep":
                 time.sleep(600)
             elif fault == "stop":

@@ -14,6 +14,7 @@ import torch
 from fuselm.model.config import LlamaConfig
 from fuselm.train.config import LoggingConfig
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, centered_mean, plot_losses, read_metrics
+from fuselm.train.validation import ValidationResult
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -57,7 +58,7 @@ def test_a_resumed_run_drops_later_lines_and_writes_each_step_once(tmp_path, don
     for step in range(1, done + 1):
         first.step(metrics(step))
     if done == 4:
-        first.validation(4, 1.5, 10)
+        first.validation(4, ValidationResult(1.5, 10))
     first.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "loss": 2.')  # cut off by a crash
@@ -95,7 +96,7 @@ def test_printed_lines_name_all_numbers(tmp_path, capsys):
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     reporter = Reporter(None, LoggingConfig(), total_steps=2, start_step=0)
     reporter.step(metrics(1))
-    reporter.validation(1, 2.0, 3)
+    reporter.validation(1, ValidationResult(2.0, 3))
     reporter.plot()
     reporter.close()
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
@@ -107,12 +108,13 @@ def test_tensorboard_and_plot(tmp_path):
     reporter = Reporter(tmp_path, LoggingConfig(progress="bar"), total_steps=60, start_step=0)
     for step in range(1, 61):
         reporter.step(metrics(step, loss=60 / step))
-    reporter.validation(60, 1.25, 10)
+    reporter.validation(60, ValidationResult(1.25, 10, 0.75))
     reporter.plot()
     reporter.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx([60 / s for s in range(1, 61)])
     assert [e.step for e in events.Scalars("validation/loss")] == [60]
+    assert [e.value for e in events.Scalars("validation/bits_per_byte")] == [0.75]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

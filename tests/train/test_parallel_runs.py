@@ -64,6 +64,7 @@ def runs(make_config, launch, tmp_path_factory):
                 folder,
                 training__micro_batch_size=micro_batch_size,
                 parallel__param_dtype=dtype,
+                evaluation__source_documents=3,
                 checkpoint__resume=str(step_folder(folder / resume, 3)) if resume else "auto",
             )
             changes = {"one_selective": {"activation_checkpointing": "selective"}, "one_compiled": {"compile": True}}
@@ -112,10 +113,12 @@ def test_shards_of_unequal_numbers_of_rows_and_of_none(runs, losses_of):
 def test_validation_agrees_too(runs):
     def validation(name):
         entries = map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
-        return {e["step"]: e["validation_loss"] for e in entries if "validation_loss" in e}
+        entries = [e for e in entries if "validation_loss" in e]
+        sources = {e["step"] + 0.5: next(iter(e["validation_sources"].values()))["bits_per_byte"] for e in entries}
+        return {e["step"]: e["validation_loss"] for e in entries} | sources
 
     reference = validation("one")
-    assert list(reference) == [0, 3, 6]
+    assert list(reference) == [0, 3, 6, 0.5, 3.5, 6.5]
     for name in ("one_accumulated", "two", "two_accumulated", "four"):
         assert validation(name) == pytest.approx(reference, rel=1e-5)
 

@@ -13,11 +13,13 @@ from torch import nn
 
 from fuselm.model.config import LlamaConfig
 from fuselm.model.llama import Llama
-from fuselm.train.config import to_json
-from fuselm.train.data_stream import TokenDataset
+from fuselm.train.config import EvaluationConfig, to_json
+from fuselm.train.data_stream import DataStream, TokenDataset
+from fuselm.train.evaluation import Feed
 from fuselm.train.prepare_data import prepare
 from fuselm.train.source_loss import SourceLoss, document_sources, main, source_losses, table
 from fuselm.train.tokenizer import TextTokenizer
+from fuselm.train.validation import Validation
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,21 @@ def test_sums_are_those_of_every_document_by_itself(mixed: Path, model: nn.Modul
         assert result.loss == pytest.approx(nats / result.tokens, rel=1e-5)
         assert result.bits_per_byte == pytest.approx(nats / math.log(2) / row["text_bytes"], rel=1e-5)
     assert results[0].documents > 10 and results[1].documents > 10
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_a_run_validates_the_first_documents_of_each_source(mixed: Path, model: nn.Module, world, rows: int) -> None:
+    data = TokenDataset.open(mixed, "validation")
+    tokenizer = TextTokenizer.load(mixed / "tokenizer.json")
+    stream = DataStream(data, seq_len=24, global_batch_size=rows, seed=0)
+    validate = Validation(Feed(stream, world, rows), data, EvaluationConfig(batches=2, source_documents=4), 24)
+    expected = source_losses(model, data, tokenizer, seq_len=24, max_documents=4)
+    for _ in range(2):  # the second time from what the first has kept
+        found = validate(model)
+        assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) / data.bytes_per_token)
+        for ours, theirs in zip(found.sources, expected, strict=True):
+            assert (ours.name, ours.documents, ours.tokens) == (theirs.name, 4, theirs.tokens)
+            assert ours.text_bytes == theirs.text_bytes and ours.nats == pytest.approx(theirs.nats, rel=1e-5)
 
 
 def test_bos_is_given_and_not_predicted(tmp_path: Path, model: nn.Module) -> None:

@@ -141,8 +141,9 @@ def test_validation_on_the_training_batch_is_the_training_loss(make_config, worl
 def test_validation_takes_no_more_than_an_epoch(make_config, world, tmp_path):
     run = Trainer(resolve(make_config(tmp_path), 1), world, StopSignal())
     assert run.validation is not None
-    available = run.validation.stream.sequences_per_epoch // 8
-    _, count = evaluate(run.model, run.validation, batches=10**6)
+    feed = run.validation.feed
+    available = feed.stream.sequences_per_epoch // 8
+    _, count = evaluate(run.model, feed, batches=10**6)
     assert count == max(available, 1) * 8 * 32
     run.reporter.close()
 
