@@ -34,10 +34,10 @@ import torch
 import tyro
 from expected import run_call
 from measure import Ceilings, RowRun, configure_compile, release
-from peers.base import OURS, Maker, is_ours
+from peers.base import DETERMINISTIC, OURS, Maker, is_ours
 from peers.registry import Peers, load_peers
-from report_kernels import best_peer, milliseconds, ours, speed_ratio
-from rows import ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
+from report_kernels import best_peer, deterministic_cost, milliseconds, ours, speed_ratio
+from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
 from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
 
 LOOK_S = 30.0  # between looks at the card's state, which nvidia-smi takes its time for
@@ -158,6 +158,8 @@ def summary(row: dict[str, Any]) -> str:
         goal = row["goal_ms"]
         goal = f", goal {goal:g} {'met' if mine['ms'] <= goal else 'MISSED'}" if goal else ""
         head += f" {milliseconds(mine['ms'])} ms ({speed}{share}{graph}{goal})"
+    if (cost := deterministic_cost(row)) is not None and row["direction"] == BACKWARD:
+        head += f" | deterministic {milliseconds(row['providers'][DETERMINISTIC]['ms'])} ms, {cost:.2f}x the time"
     if best:
         head += f" | best peer {best} {milliseconds(row['providers'][best]['ms'])} ms"
         head += f", {speed_ratio(row):.2f}x" if mine else ""

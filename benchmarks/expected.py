@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,31 +154,32 @@ def _linear_cross_entropy(row: Row, inputs: dict[str, Any], upstream: list[torch
 
 
 def _attention(row: Row, inputs: dict[str, Any], upstream: list[torch.Tensor]) -> list[Expected]:
-    """The last sequence's last key head and the query heads that share it, one after the other."""
-    function = SPEC_OF[row.op].plain
-    heads, kv_heads = inputs["q"].shape[2], inputs["k"].shape[2]
+    """The last sequence's (or all documents') last key head and the query heads that share it, one after another."""
+    options = {name: value for name, value in inputs.items() if name not in ("q", "k", "v")}
+    function = partial(SPEC_OF[row.op].plain, **options)
+    heads, kv_heads = inputs["q"].shape[-2], inputs["k"].shape[-2]
     group = range(heads - heads // kv_heads, heads)
+    piece = slice(None) if "cu_seqlens_q" in inputs else slice(-1, None)  # packed tensors have no batch dimension
 
     def run(given: dict[str, Any]) -> Results:
         outs, dqs, dk, dv = [], [], 0.0, 0.0
-        k, v = (given[name].detach()[-1:, :, -1:].clone().requires_grad_() for name in "kv")
+        k, v = (given[name].detach()[piece][..., -1:, :].clone().requires_grad_() for name in "kv")
         for head in group:
-            q = given["q"].detach()[-1:, :, head : head + 1].clone().requires_grad_()
+            q = given["q"].detach()[piece][..., head : head + 1, :].clone().requires_grad_()
             out = function(q, k, v)
-            dq, this_dk, this_dv = torch.autograd.grad(
-                out, [q, k, v], upstream[0][-1:, :, head : head + 1].to(out.dtype)
-            )
+            gradient = upstream[0][piece][..., head : head + 1, :].to(out.dtype)
+            dq, this_dk, this_dv = torch.autograd.grad(out, [q, k, v], gradient)
             outs.append(out.detach())
             dqs.append(dq)
             dk, dv = dk + this_dk.double(), dv + this_dv.double()
-        named = {"q": torch.cat(dqs, 2), "k": torch.as_tensor(dk).to(k.dtype), "v": torch.as_tensor(dv).to(v.dtype)}
-        return results_of([torch.cat(outs, 2)], named)
+        named = {"q": torch.cat(dqs, -2), "k": torch.as_tensor(dk).to(k.dtype), "v": torch.as_tensor(dv).to(v.dtype)}
+        return results_of([torch.cat(outs, -2)], named)
 
     def queries(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[-1:, :, group.start :]
+        return tensor[piece][..., group.start :, :]
 
     def keys(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[-1:, :, -1:]
+        return tensor[piece][..., -1:, :]
 
     selects = {"output 0": queries, "gradient of q": queries, "gradient of k": keys, "gradient of v": keys}
     return _paired(run, inputs, selects)

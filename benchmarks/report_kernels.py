@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers.base import OURS, is_ours
+from peers.base import DETERMINISTIC, OURS, is_ours
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]
@@ -193,7 +193,7 @@ def full_tables(results: KernelResults) -> str:
             cells += ["" if ratio is None else f"{ratio:.2f}x", _goal(row, mine), _others(row, best)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    lines += [*_odd_sizes(results), *_compiled(results), *_small_chunks(results)]
+    lines += [*_odd_sizes(results), *_compiled(results), *_deterministic(results), *_small_chunks(results)]
     if results.missing:
         reasons = "; ".join(f"{name} ({_short(reason)})" for name, reason in results.missing.items())
         lines += [f"Not compared: {reasons}.", ""]
@@ -259,6 +259,29 @@ def _compiled(results: KernelResults) -> list[str]:
             cells = (_short(mine["status"]) if mine else "", _short(compiled["status"]), "")
         lines.append(f"| {row['op']} {_named(row)} | {' | '.join(cells)} |")
     return [*lines, "", "Of short calls both are replayed from a CUDA graph.", ""] if rows else []
+
+
+def deterministic_cost(row: Row) -> float | None:
+    """Time of our deterministic kernels over that of the default ones; None where one of the two is not there."""
+    mine, fixed = ours(row), row["providers"].get(DETERMINISTIC)
+    return fixed["ms"] / mine["ms"] if mine and fixed and fixed["status"] == "ok" and fixed["ms"] else None
+
+
+def _deterministic(results: KernelResults) -> list[str]:
+    lines = [
+        "### The same bits in every run",
+        "",
+        "| row | fuselm ms | deterministic, ms | cost |",
+        "|---|---|---|---|",
+    ]
+    rows = [r for r in results.rows.values() if r["direction"] == "backward" and DETERMINISTIC in r["providers"]]
+    for row in rows:
+        mine, fixed, cost = ours(row), row["providers"][DETERMINISTIC], deterministic_cost(row)
+        cells = (milliseconds(fixed["ms"]) or _short(fixed["status"]), "" if cost is None else f"{cost:.2f}x")
+        lines.append(
+            f"| {row['op']} {_named(row)} | {milliseconds(mine['ms']) if mine else ''} | {' | '.join(cells)} |"
+        )
+    return [*lines, ""] if rows else []
 
 
 def _small_chunks(results: KernelResults) -> list[str]:

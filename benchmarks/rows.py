@@ -7,8 +7,10 @@ card it says nothing.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -95,6 +97,40 @@ def _attention(batch: int, length: int, heads: int, kv_heads: int, head_dim: int
     )
 
 
+def document_lengths(tokens: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
+    """Lengths of documents that fill `tokens`: log-uniform between the two, always the same, the last one cut off."""
+    generator, lengths = random.Random(seed), []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(round(shortest * (longest / shortest) ** generator.random()), left))
+    return lengths
+
+
+def _documents(tokens: int, shortest: int, longest: int, heads: int, kv_heads: int, head_dim: int) -> Row:
+    """Causal attention within each document of one packed batch."""
+    lengths = document_lengths(tokens, shortest, longest)
+    case = {
+        "lengths": (tokens, tokens),
+        "documents_q": (0, *accumulate(lengths)),
+        "heads": (heads, kv_heads),
+        "head_dim": head_dim,
+    }
+    label = f"{tokens} in {len(lengths)} documents, {heads}/{kv_heads} heads of {head_dim}"
+    return Row("attention", label, case, (FORWARD, BACKWARD))
+
+
+def _window(batch: int, length: int, window: int, heads: int, kv_heads: int, head_dim: int) -> Row:
+    """Causal attention in which a query sees its own key and the window - 1 before it."""
+    case = {
+        "batch": batch,
+        "lengths": (length, length),
+        "window": window,
+        "heads": (heads, kv_heads),
+        "head_dim": head_dim,
+    }
+    label = f"{batch}x{length}, window {window}, {heads}/{kv_heads} heads of {head_dim}"
+    return Row("attention", label, case, (FORWARD, BACKWARD))
+
+
 def _llama_shapes(layers: int, dim: int, kv_dim: int, ffn: int, vocab: int) -> tuple[tuple[int, ...], ...]:
     """Parameters of a Llama whose head is its embedding: (vocab, dim), a layer's packed matrices and norms, a norm."""
     block = ((dim + 2 * kv_dim, dim), (dim, dim), (2 * ffn, dim), (dim, ffn), (dim,), (dim,))
@@ -134,6 +170,9 @@ ROWS: tuple[Row, ...] = (
     _attention(32, 1024, 12, 12, 64, 0.150, 0.39),
     _attention(4, 4096, 32, 8, 64, 0.56, 1.50),
     _attention(1, 16384, 16, 16, 64, 1.00, 2.50),
+    _documents(16384, 64, 8192, 32, 8, 128),
+    _documents(16384, 64, 8192, 32, 8, 64),
+    _window(1, 16384, 4096, 32, 8, 128),
 )
 ODD_ROWS: tuple[Row, ...] = (
     _norm("rms_norm", 16384, 4097, near="16384x4096"),
@@ -160,6 +199,8 @@ TINY_ROWS: tuple[Row, ...] = (
     _adamw("bf16", shapes=((3, 5), (17,))),
     _adamw("master", shapes=((3, 5), (17,))),
     _linear_loss(9, 16, 37),
+    _documents(29, 3, 12, 4, 2, 16),
+    _window(2, 19, 7, 4, 2, 16),
     _attention(2, 19, 4, 2, 16),
 )
 QUICK_ROWS: tuple[Row, ...] = (  # fit into 8 GB of GPU memory, the fp64 check too
@@ -192,12 +233,22 @@ def make_inputs(row: Row, dtype: torch.dtype, device: torch.device) -> dict[str,
     return {"params": params, "mode": row.case["mode"], "max_grad_norm": row.case["max_grad_norm"]}
 
 
+def visible_pairs(case: Case) -> int:
+    """Pairs of query and key that attention's mask leaves, for one head over the batch: S²/2 of a causal sequence, the
+    sum of that over documents, and of a window W the square without the triangles on both sides, S·W - W²/2."""
+    (length, _), batch = case["lengths"], case.get("batch", 1)
+    borders = case.get("documents_q", (0, length))
+    lengths = [end - start for start, end in pairwise(borders)]
+    window = case.get("window") or length
+    return batch * sum(n * min(window, n) - min(window, n) ** 2 // 2 for n in lengths)
+
+
 def work(row: Row, dtype: torch.dtype, direction: str) -> tuple[int, int]:
     """(bytes that device memory must move at least, floating-point operations; 0 where memory is the bound).
 
-    Causal attention counts as half of the whole square, forward 4·B·H·S²·D/2, backward 2.5 times that; a linear layer
-    with its loss 6·R·dim·V. AdamW reads and writes parameter, moments and master, reads the gradient for the step and,
-    to clip, once more before.
+    Attention counts 4·D operations for each pair of query and key that the mask leaves, backward 2.5 times that, a
+    causal triangle as half of its square (see `visible_pairs`); a linear layer with its loss 6·R·dim·V. AdamW reads and
+    writes parameter, moments and master, reads the gradient for the step and, to clip, once more before.
     """
     if row.op == "adamw":
         size = 4 if row.case["mode"] == "fp32" else 2
@@ -207,9 +258,8 @@ def work(row: Row, dtype: torch.dtype, direction: str) -> tuple[int, int]:
     parts = [d for d in (FORWARD, BACKWARD) if d in direction]
     moved = sum(spec.bytes_moved(row.case, dtype, d) for d in parts)  # pyright: ignore[reportArgumentType]
     if row.op == "attention":
-        (length, _), (heads, _) = row.case["lengths"], row.case["heads"]
-        square = row.case["batch"] * heads * length**2 * row.case["head_dim"]
-        return moved, sum({FORWARD: 2 * square, BACKWARD: 5 * square}[d] for d in parts)
+        pairs = visible_pairs(row.case) * row.case["heads"][0]
+        return moved, sum({FORWARD: 4, BACKWARD: 10}[d] for d in parts) * pairs * row.case["head_dim"]
     if spec.flops is None:
         return moved, 0
     return moved, sum(spec.flops(row.case, d) for d in parts)  # pyright: ignore[reportArgumentType]

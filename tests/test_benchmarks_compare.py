@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import sys
 from typing import Any
@@ -221,6 +222,30 @@ def test_operations_are_those_of_the_formulas():
     assert rows.work(attention, torch.bfloat16, "forward")[1] == 4 * 4 * 32 * 4096**2 * 128 // 2
     assert rows.work(attention, torch.bfloat16, "backward")[1] == 10 * 4 * 32 * 4096**2 * 128 // 2
     assert rows.work(loss, torch.bfloat16, "forward+backward")[1] == 6 * 8192 * 4096 * 128256
+
+
+def test_operations_are_those_of_the_mask():
+    """Pairs counted one by one differ from the areas by half of what lies on the diagonal."""
+    for row in rows.ROWS + rows.TINY_ROWS:
+        case = row.case
+        if row.op != "attention" or not {"window", "documents_q"} & set(case):
+            continue
+        borders, window = case.get("documents_q", (0, case["lengths"][0])), case.get("window", 10**9)
+        lengths = [end - start for start, end in itertools.pairwise(borders)]
+        counted = case.get("batch", 1) * sum(min(i + 1, window) for n in lengths for i in range(n))
+        pairs = rows.visible_pairs(case)
+        assert 0 <= counted - pairs <= case.get("batch", 1) * sum(-(-n // 2) for n in lengths)
+        heads, head_dim = case["heads"][0], case["head_dim"]
+        assert rows.work(row, torch.bfloat16, "forward")[1] == 4 * pairs * heads * head_dim
+        assert rows.work(row, torch.bfloat16, "backward")[1] == 10 * pairs * heads * head_dim
+
+
+def test_documents_fill_the_tokens_with_lengths_of_the_range():
+    lengths = rows.document_lengths(16384, 64, 8192)
+    assert sum(lengths) == 16384 and all(64 <= n <= 8192 for n in lengths[:-1]) and 0 < lengths[-1] <= 8192
+    many = rows.document_lengths(2**22, 64, 8192, seed=1)
+    below = sum(n < 724 for n in many) / len(many)  # 724 = sqrt(64 * 8192), the middle of a log-uniform law
+    assert 0.45 < below < 0.55 and lengths == rows.document_lengths(16384, 64, 8192)
 
 
 def test_sizes_choose_between_round_and_odd():

@@ -18,6 +18,7 @@ rows: Any = importlib.import_module("rows")
 eager: Any = importlib.import_module("peers.eager")
 
 CPU = torch.device("cpu")
+DOCUMENTS, WINDOW = (next(row for row in rows.TINY_ROWS if key in row.case) for key in ("documents_q", "window"))
 TINY = {row.op: row for row in rows.TINY_ROWS if row.op != "adamw"}
 
 
@@ -39,6 +40,11 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
+def _fa4(q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (None, None)) -> Any:
+    assert window_size == (None, None)
+    return _sdpa(q, k, v, causal), None
+
+
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
@@ -56,7 +62,7 @@ def _quack_loss(x, target, lse_partial=None, weight=None, ignore_index=-100, red
 def test_adapters_of_cute_kernels_and_cce_call_as_their_signatures_say(monkeypatch):
     """Stand-ins with the packages' signatures and layouts, computed by torch: the adapters must pass the check."""
     _stub(monkeypatch, "quack", rmsnorm=_quack_rmsnorm, cross_entropy=_quack_loss)
-    _stub(monkeypatch, "flash_attn.cute", flash_attn_func=lambda q, k, v, causal=False: (_sdpa(q, k, v, causal), None))
+    _stub(monkeypatch, "flash_attn.cute", flash_attn_func=_fa4)
     _stub(
         monkeypatch, "cut_cross_entropy", linear_cross_entropy=lambda e, c, targets: F.cross_entropy(e @ c.t(), targets)
     )
@@ -164,10 +170,10 @@ def test_adapters_of_liger_put_back_what_it_overwrites(monkeypatch):
 
 def test_plain_pytorch_gets_only_what_a_row_needs():
     """Eager and compiled peers pay for no option of ours: no z-loss, no gathered tables."""
-    for op, makers in eager.providers().items():
-        call = makers["eager"](rows.make_inputs(TINY[op], torch.float32, CPU))
+    for op in eager.FUNCTIONS:
+        call = eager.providers()[op]["eager"](rows.make_inputs(TINY[op], torch.float32, CPU))
         assert "z_loss" not in call.function.keywords and "positions" not in call.function.keywords
-        (result, *_) = _run(TINY[op], makers).values()
+        (result, *_) = _run(TINY[op], eager.providers()[op]).values()
         assert result.providers["eager"].status == "ok"
     with torch.profiler.profile() as profiler:
         eager.providers()["cross_entropy"]["eager"](
@@ -209,3 +215,86 @@ def test_the_other_attention_kernels_say_why_they_do_not_run_here():
     (name,) = [name for name in makers if name.endswith("kernels")]
     for result in _run(TINY["attention"], {name: makers[name]}).values():
         assert result.providers[name].status.startswith("not timed: ")
+
+
+def _visible(row: Any, reach: int | None, borders: torch.Tensor | None) -> torch.Tensor:
+    """(queries, keys) bool, written out pair by pair."""
+    length = row.case["lengths"][0]
+    cu = [0, length] if borders is None else borders.tolist()
+    owner = [sum(i >= border for border in cu) for i in range(length)]
+    seen = [
+        [k <= q and owner[k] == owner[q] and (reach is None or q - k <= reach) for k in range(length)]
+        for q in range(length)
+    ]
+    return torch.tensor(seen)
+
+
+def _masked(row: Any, q: Any, k: Any, v: Any, reach: int | None, borders: torch.Tensor | None) -> torch.Tensor:
+    """Attention by the mask written out, of (batch, seq, heads, head_dim) or packed."""
+    four = [t if t.dim() == 4 else t[None] for t in (q, k, v)]
+    mask = _visible(row, reach, borders)
+    out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in four), attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+@pytest.mark.parametrize("row", [DOCUMENTS, WINDOW], ids=["documents", "window"])
+def test_documents_and_windows_reach_the_peers_as_they_count_them(row, monkeypatch):
+    """Stand-ins with the signatures of FlashAttention-4, flash-attn and torch's op compute the mask they are told."""
+
+    def fa4(q, k, v, causal=False, window_size=(None, None)):
+        assert causal and window_size[1] is None
+        return _masked(row, q, k, v, window_size[0], None), None
+
+    def fa4_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
+        assert causal and window_size == (None, None) and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        return _masked(row, q, k, v, None, cu_seqlens_q), None
+
+    def fa2(q, k, v, causal=False, window_size=(-1, -1)):
+        assert causal
+        return _masked(row, q, k, v, window_size[0] if window_size[0] >= 0 else None, None)
+
+    def fa2_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal=False, window_size=(-1, -1)):
+        assert causal and window_size == (-1, -1) and max_q == max_k == int(cu_q.diff().max())
+        return _masked(row, q, k, v, None, cu_k)
+
+    def torchs(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, window_size_left=None):
+        assert causal and not debug and dropout == 0.0
+        assert max_q == max_k == (q.shape[1] if cu_q is None else int(cu_q.diff().max()))
+        return (_masked(row, q, k, v, window_size_left, cu_k), *[None] * 4)
+
+    _stub(monkeypatch, "flash_attn.cute", flash_attn_func=fa4, flash_attn_varlen_func=fa4_varlen)
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", fa2, raising=False)
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", fa2_varlen, raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", torchs)
+    makers: dict[str, Any] = {}
+    for module in ("flash_attn4", "flash_attn2", "sdpa", "eager"):
+        makers |= importlib.import_module(f"peers.{module}").providers()["attention"]
+    for result in _run(row, makers).values():
+        status = {name: m.status for name, m in result.providers.items()}
+        assert "neither documents nor windows" in status.pop("cuDNN (SDPA)")
+        assert ("holds all scores" if row is WINDOW else "ok") in status.pop("eager")
+        assert set(status) == {"FA4", "flash-attn", "FA2 (SDPA)"} and set(status.values()) == {"ok"}, status
+
+
+@pytest.mark.parametrize("row", [DOCUMENTS, WINDOW, TINY["attention"]], ids=["documents", "window", "causal"])
+def test_flex_gets_the_mask_of_the_row(row):
+    flex: Any = importlib.import_module("peers.flex")
+    inputs = rows.make_inputs(row, torch.float32, CPU)
+    length = row.case["lengths"][0]
+    at = torch.arange(length)
+    mask = flex._mask(inputs)(0, 0, at[:, None], at[None])
+    reach = row.case["window"] - 1 if row is WINDOW else None
+    assert torch.equal(mask, _visible(row, reach, inputs.get("cu_seqlens_q")))
+
+
+@pytest.mark.parametrize("row", [DOCUMENTS, TINY["attention"]], ids=["packed", "batch"])
+def test_heads_first_and_back_is_the_same_tensor(row):
+    sdpa: Any = importlib.import_module("peers.sdpa")
+    inputs = rows.make_inputs(row, torch.float32, CPU)
+    packed = "cu_seqlens_q" in inputs
+    leaves = sdpa.heads_first(inputs)
+    assert all(t.dim() == 4 and t.shape[1] == inputs[name].shape[-2] for name, t in leaves.items())
+    assert torch.equal(sdpa.heads_last(packed)(leaves)["k"], inputs["k"])
+    assert torch.equal(sdpa.heads_last(packed)([leaves["q"]])[0], inputs["q"])
+    assert torch.equal(sdpa.to_heads_first(packed)([inputs["q"]])[0], leaves["q"])

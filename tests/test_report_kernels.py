@@ -12,6 +12,7 @@ import pytest
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 report: Any = importlib.import_module("report")
+compare_kernels: Any = importlib.import_module("compare_kernels")
 tables: Any = importlib.import_module("report_kernels")
 
 
@@ -187,3 +188,17 @@ def test_the_committed_pages_show_the_committed_results():
         assert report.replace_table(page, summary, report.KERNEL_MARKERS) == page
     else:
         assert "geometric mean" not in page  # no figures without a result file
+
+
+def test_the_cost_of_the_same_bits_is_in_the_report_and_in_the_line_of_the_row():
+    providers = {"fuselm": _measured(2.0), "fuselm, deterministic": _measured(2.5), "FA4": _measured(4.0)}
+    refused = providers | {"fuselm, deterministic": _measured(None, "not timed: no Hopper card")}
+    rows = [_row("attention", f"{n}x{n}", given, direction="backward") for n, given in ((1, providers), (2, refused))]
+    forward = _row("attention", "1x1", providers)
+    text = tables.full_tables(tables.merged([_facts(*rows, forward)]))
+    assert "| attention 1x1 backward | 2.000 | 2.500 | 1.25x |" in text
+    assert "| attention 2x2 backward | 2.000 | not timed: no Hopper card |  |" in text
+    assert "| attention 1x1 forward | 2.000 | 2.500" not in text
+    lines = [compare_kernels.summary(row) for row in (*rows, forward)]
+    assert ["deterministic 2.500 ms, 1.25x the time" in line for line in lines] == [True, False, False]
+    assert tables.best_peer(rows[0]) == "FA4"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 OURS = "fuselm"
+DETERMINISTIC = f"{OURS}, deterministic"  # the same bits in every run, where that is not so by itself
 Tensors = list[torch.Tensor]
 
 
@@ -81,6 +82,21 @@ def restore(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], 
                 target.copy_(source)
 
     return copy
+
+
+def is_packed(inputs: Mapping[str, Any]) -> bool:
+    """Whether attention's inputs are documents in one row of tokens: (tokens, heads, head_dim) and their borders."""
+    return "cu_seqlens_q" in inputs
+
+
+def document_sizes(inputs: Mapping[str, Any]) -> list[int]:
+    """Lengths of the documents; waits for the device, so for the preparation of a call."""
+    return inputs["cu_seqlens_q"].diff().tolist()
+
+
+def reach_back(inputs: Mapping[str, Any]) -> int | None:
+    """Keys that a query sees before its own, as other libraries count a window; None for all."""
+    return inputs["window"] - 1 if inputs.get("window") else None
 
 
 def transposed(tensors: Any) -> Any:

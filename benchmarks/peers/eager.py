@@ -1,6 +1,6 @@
 """Plain PyTorch, eager: what a user would write, and no more than the row asks for. The plain functions of the
-KernelSpecs know every option of ours, which would count against them when timed. Attention is not here: its formula
-holds all scores."""
+KernelSpecs know every option of ours, which would count against them when timed. Attention is here for documents
+alone, one after another: the formula holds all scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers.base import Call, Maker, Providers, leaves_of, same
+from peers.base import Call, Maker, NotOfferedError, Providers, document_sizes, is_packed, leaves_of, same
 
 NAME = "eager"
 DISTRIBUTIONS = ("torch",)
@@ -79,6 +79,25 @@ def maker(op: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = sa
     return make
 
 
+def _attention(inputs: dict[str, Any]) -> Call:
+    """A call of torch's attention for each document, by the backend that torch picks."""
+    if not is_packed(inputs):
+        raise NotOfferedError("the formula holds all scores; torch's own attention is there as SDPA")
+    lengths = document_sizes(inputs)
+
+    def forward() -> torch.Tensor:
+        parts = (inputs[name].split(lengths) for name in "qkv")
+        outs = [
+            F.scaled_dot_product_attention(
+                *(t[None].transpose(1, 2) for t in document), is_causal=True, enable_gqa=True
+            ).transpose(1, 2)[0]
+            for document in zip(*parts, strict=True)
+        ]
+        return torch.cat(outs)
+
+    return Call(forward, leaves_of(inputs))
+
+
 def providers() -> Providers:
-    """Every op but attention and AdamW, which is in torch_optim.py."""
-    return {op: {NAME: maker(op)} for op in FUNCTIONS}
+    """Every op but AdamW, which is in torch_optim.py."""
+    return {op: {NAME: maker(op)} for op in FUNCTIONS} | {"attention": {NAME: _attention}}

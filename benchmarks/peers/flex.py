@@ -1,12 +1,13 @@
-"""FlexAttention, compiled, with a causal block mask made beforehand."""
+"""FlexAttention, compiled, with the block mask of the row made beforehand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from peers.base import Call, Providers, transposed
-from peers.sdpa import heads_first
+from peers.base import Call, Providers, document_sizes, is_packed
+from peers.sdpa import heads_first, heads_last, to_heads_first
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 NAME = "Flex"
@@ -17,20 +18,32 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return query >= key
 
 
+def _mask(inputs: dict[str, Any]) -> Callable[..., Any]:
+    """The function that says which pairs of positions are visible."""
+    window = inputs.get("window")
+    if is_packed(inputs):
+        lengths = torch.tensor(document_sizes(inputs), device=inputs["q"].device)
+        document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        return lambda batch, head, query, key: (query >= key) & (document[query] == document[key])
+    if window is not None:
+        return lambda batch, head, query, key: (query >= key) & (query - key < window)
+    return _causal
+
+
 def _attention(inputs: dict[str, Any]) -> Call:
-    leaves = heads_first(inputs)
-    queries, keys = inputs["q"].shape[1], inputs["k"].shape[1]
-    mask = create_block_mask(_causal, None, None, queries, keys, device=str(inputs["q"].device))
+    leaves, packed = heads_first(inputs), is_packed(inputs)
+    queries, keys = leaves["q"].shape[2], leaves["k"].shape[2]
+    mask = create_block_mask(_mask(inputs), None, None, queries, keys, device=str(inputs["q"].device))
     function: Any = torch.compile(flex_attention, dynamic=False)
     return Call(
         lambda: function(leaves["q"], leaves["k"], leaves["v"], block_mask=mask, enable_gqa=True),
         leaves,
-        upstream=transposed,
-        outputs=transposed,
-        gradients=transposed,
+        upstream=to_heads_first(packed),
+        outputs=heads_last(packed),
+        gradients=heads_last(packed),
     )
 
 
 def providers() -> Providers:
-    """Causal attention."""
+    """Causal attention, over documents and with a window too."""
     return {"attention": {NAME: _attention}}

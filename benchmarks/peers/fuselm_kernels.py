@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peers.base import OURS, Call, Maker, NotOfferedError, Providers, leaves_of, own, restore
+from peers.base import DETERMINISTIC, OURS, Call, Maker, NotOfferedError, Providers, leaves_of, own, restore
 from peers.torch_optim import HYPERPARAMETERS, optimizer_call
 
 from fuselm.kernels.adamw import AdamW
@@ -53,6 +53,20 @@ def _other_attention(inputs: dict[str, Any]) -> Call:
     return dataclasses.replace(call, context=partial(dispatch.prefer_hopper, hopper))
 
 
+def _deterministic_attention(inputs: dict[str, Any]) -> Call:
+    """With the Hopper backward that adds dQ up in a fixed order: what the same bits in every run cost."""
+    q = inputs["q"]
+    context = partial(dispatch.prefer_hopper, deterministic=True)
+    with context():
+        refusal = dispatch.hopper_refusal(
+            q.device, dtype=q.dtype, head_dim=q.shape[-1], direction="backward", deterministic=True
+        )
+    if refusal is not None:
+        raise NotOfferedError(refusal)
+    call = plain_call(partial(attention, deterministic=True), inputs)
+    return dataclasses.replace(call, context=context)
+
+
 def _adamw(inputs: dict[str, Any]) -> Call:
     mode = inputs["mode"]
     state_dtype = torch.bfloat16 if mode == "bf16" else None
@@ -76,5 +90,6 @@ def providers() -> Providers:
     made["linear_cross_entropy"]["fuselm, Liger's chunk"] = partial(_small_chunks, functions["linear_cross_entropy"])
     other = "portable" if dispatch.HOPPER_BY_DEFAULT else "Hopper"
     made["attention"][f"fuselm, {other} kernels"] = _other_attention
+    made["attention"][DETERMINISTIC] = _deterministic_attention
     made["adamw"] = {"fuselm": _adamw}
     return made
