@@ -9,26 +9,19 @@ Saved: x (or h), w, rstd (4 bytes a row). Bytes that must move, for elements of 
 backward 3·R·n·s; with a residual 4·R·n·s each way (backward: dy, dh, h in, one gradient out, which both inputs share).
 
 dw is summed in fp32: each program of a persistent grid keeps one partial row, and a second kernel adds the partials in
-a fixed order, so that the result has the same bits in every run. The kernels are in rms_norm_kernels.py.
+a fixed order, so that the result has the same bits in every run; a single program writes dw itself. The kernels are in
+rms_norm_kernels.py and rms_norm_unaligned_kernels.py, their launches in rms_norm_launchers.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
-from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
-from fuselm.kernels.launch.rms_norm import RmsNormLaunch, backward_launch, forward_launch, sum_launch
-from fuselm.kernels.rms_norm_kernels import (
-    rms_norm_backward_chunked_kernel,
-    rms_norm_backward_kernel,
-    rms_norm_forward_chunked_kernel,
-    rms_norm_forward_kernel,
-    sum_partials_kernel,
-)
+from fuselm.kernels._triton import Backend, compute_dtype, select_backend
+from fuselm.kernels.direct import may_skip_dispatcher, needs_grad
+from fuselm.kernels.rms_norm_launchers import launch_backward, launch_forward
 
 MAX_WIDTH = 65536
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,194 +52,11 @@ def add_rms_norm_reference(
     return rms_norm_reference(h, weight, eps=eps, offset=offset).to(x.dtype), h
 
 
-def _merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The one stride that walks over dimensions of these sizes in order; None where no single stride does."""
-    step = extent = 0
-    first = True
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if first:
-            step, first = stride, False
-        elif stride != extent:
-            return None
-        extent = stride * size
-    return step
-
-
-def _row_views(*tensors: torch.Tensor) -> tuple[int, list[tuple[torch.Tensor, int, int]]]:
-    """How a kernel walks over the rows of tensors (..., n) of one shape.
-
-    Returns:
-        inner, and for each tensor (itself, stride_outer, stride_inner): row r lies at (r // inner) * stride_outer +
-        (r % inner) * stride_inner. inner is 1 where all leading dimensions merge, else the last leading dimension, as
-        for the heads of a packed qkv projection. A tensor that fits neither is copied once.
-    """
-    if all(x.is_contiguous() for x in tensors):
-        return 1, [(x, x.shape[-1], 0) for x in tensors]
-    lead = tensors[0].shape[:-1]
-    dense = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
-    merged = [_merged_stride(lead, x.stride()[:-1]) for x in dense]
-    if None not in merged:
-        return 1, [(x, stride or 0, 0) for x, stride in zip(dense, merged, strict=True)]
-    views = []
-    for x in dense:
-        outer = _merged_stride(lead[:-1], x.stride()[:-2])
-        if outer is None:
-            x = x.contiguous()
-            outer = x.stride(-2) * lead[-1]
-        views.append((x, outer, x.stride(-2)))
-    return lead[-1], views
-
-
-def _unaligned_vector(launch: RmsNormLaunch, rows: int, n: int, programs: int, *tensors: torch.Tensor) -> int:
-    """Elements of 16 bytes where the kernels' form for dense rows with unaligned starts applies, else 1."""
-    itemsize = tensors[0].element_size()
-    vector = 16 // itemsize
-    if not launch.unaligned or launch.block_rows != 1 or launch.block_n < n // vector * vector:
-        return 1
-    if programs % vector and programs < rows:  # a program's rows would start at different offsets from alignment
-        return 1
-    dense = all(x.is_contiguous() and x.element_size() == itemsize and x.data_ptr() % 16 == 0 for x in tensors)
-    return vector if dense else 1
-
-
-def _launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, h, rstd); without a residual h is y."""
-    n = x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = y if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    rows = rstd.numel()
-    if rows == 0:
-        return y, h, rstd
-    inner, views = _row_views(x) if residual is None else _row_views(x, residual)
-    (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
-    launch = forward_launch(rows, n, x.element_size(), device_profile(x.device), residual is not None)
-    blocks = -(-rows // launch.block_rows)
-    programs = min(launch.programs or blocks, blocks)
-    vector = _unaligned_vector(launch, rows, n, programs, x_in, residual_in)
-    arguments = (
-        x_in,
-        residual_in,
-        x_in if weight is None else weight.contiguous(),
-        y,
-        h,
-        rstd,
-        *x_strides,
-        *residual_strides,
-        rows,
-        inner,
-        eps,
-        offset,
-        residual is not None,
-        weight is not None,
-        n,
-    )
-    with launch_device(x):
-        if launch.covers(n):
-            rms_norm_forward_kernel[(programs,)](
-                *arguments,
-                EVEN_ROWS=rows % launch.block_rows == 0,
-                BLOCK_ROWS=launch.block_rows,
-                BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
-                VECTOR=vector,
-                STAGES=launch.num_stages,
-                num_warps=launch.num_warps,
-            )
-        else:
-            rms_norm_forward_chunked_kernel[(rows,)](*arguments, BLOCK_N=launch.block_n, num_warps=launch.num_warps)
-    return y, h, rstd
-
-
-def _launch_backward(
-    dy: torch.Tensor,
-    dh: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    eps: float,
-    offset: float,
-    need_dw: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx in x's dtype, dw in weight's dtype or an empty tensor)."""
-    rows, n = rstd.numel(), x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw_dtype = torch.float32 if weight is None else weight.dtype
-    if rows == 0:
-        return dx, torch.zeros(n if need_dw else 0, dtype=dw_dtype, device=x.device)
-    profile, itemsize = device_profile(x.device), x.element_size()
-    launch = backward_launch(rows, n, itemsize, profile)
-    programs = min(launch.programs or rows, -(-rows // launch.block_rows))
-    partial_stride = -(-n // 16) * 16  # aligned rows: the partials are read in vectors, whatever n is
-    partial = torch.empty((programs, partial_stride) if need_dw else 0, dtype=torch.float32, device=x.device)
-    dw = torch.empty(n if need_dw else 0, dtype=dw_dtype, device=x.device)
-    inner, views = _row_views(dy, x) if dh is None else _row_views(dy, x, dh)
-    (dy_in, *dy_strides), (x_in, *x_strides), (dh_in, *dh_strides) = views[0], views[1], views[-1]
-    vector = _unaligned_vector(launch, rows, n, programs, dy_in, x_in, dh_in)
-    arguments = (
-        dy_in,
-        dh_in,
-        x_in,
-        x_in if weight is None else weight.contiguous(),
-        rstd.contiguous(),
-        dx,
-        partial,
-        *dy_strides,
-        *dh_strides,
-        *x_strides,
-        rows,
-        inner,
-        eps,
-        offset,
-        dh is not None,
-        weight is not None,
-        need_dw,
-        launch.recompute_rstd,
-        n,
-        partial_stride,
-    )
-    with launch_device(x):
-        if launch.covers(n):
-            rms_norm_backward_kernel[(programs,)](
-                *arguments,
-                EVEN_ROWS=rows % launch.block_rows == 0,
-                SUM_ROWS=launch.rows_in_one_thread(launch.block_n, itemsize),
-                SUM_TAIL_ROWS=launch.rows_in_one_thread(launch.block_tail, itemsize),
-                BLOCK_ROWS=launch.block_rows,
-                BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
-                VECTOR=vector,
-                STAGES=launch.num_stages,
-                num_warps=launch.num_warps,
-            )
-        else:
-            rms_norm_backward_chunked_kernel[(programs,)](
-                *arguments, BLOCK_ROWS=launch.block_rows, BLOCK_N=launch.block_n, num_warps=launch.num_warps
-            )
-        if need_dw:
-            choice = sum_launch(programs, n, profile)
-            sum_partials_kernel[(-(-n // choice.block_n),)](
-                partial,
-                dw,
-                programs,
-                N=n,
-                PARTIAL_STRIDE=partial_stride,
-                BLOCK_PARTIALS=choice.block_partials,
-                BLOCK_N=choice.block_n,
-                num_warps=choice.num_warps,
-            )
-    return dx, dw
-
-
 @torch.library.custom_op("fuselm::rms_norm_forward", mutates_args=())
 def _rms_norm_forward(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, eps, offset)
+    y, _, rstd = launch_forward(x, None, weight, eps, offset)
     return y, rstd
 
 
@@ -254,7 +64,7 @@ def _rms_norm_forward(
 def _add_rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_forward(x, residual, weight, eps, offset)
+    return launch_forward(x, residual, weight, eps, offset)
 
 
 @torch.library.custom_op("fuselm::rms_norm_backward", mutates_args=())
@@ -268,7 +78,7 @@ def _rms_norm_backward(
     offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
+    return launch_backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
 
 
 @_rms_norm_forward.register_fake
@@ -311,7 +121,7 @@ def _gradients(ctx: Any, dy: torch.Tensor, dh: torch.Tensor | None, need_dw: boo
     eps, offset = ctx.numbers[:2]
     # With gradients recorded (create_graph) the op says that it has no second derivative.
     direct = not torch.is_grad_enabled() and may_skip_dispatcher(dy, dh, x, weight)
-    backward = _launch_backward if direct else torch.ops.fuselm.rms_norm_backward
+    backward = launch_backward if direct else torch.ops.fuselm.rms_norm_backward
     dx, dw = backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
     return dx, dw if need_dw else None
 
@@ -359,7 +169,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-        y, _, rstd = _launch_forward(x, None, weight, eps, offset)
+        y, _, rstd = launch_forward(x, None, weight, eps, offset)
         _save(ctx, x, weight, rstd, eps, offset)
         return y
 
@@ -375,7 +185,7 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, h, rstd = _launch_forward(x, residual, weight, eps, offset)
+        y, h, rstd = launch_forward(x, residual, weight, eps, offset)
         _save(ctx, h, weight, rstd, eps, offset, x.dtype, residual.dtype)
         return y, h
 
@@ -445,7 +255,7 @@ def rms_norm(
         return torch.ops.fuselm.rms_norm_forward(x, weight, eps, offset)[0]
     if needs_grad(x, weight):
         return _RmsNorm.apply(x, weight, eps, offset)
-    return _launch_forward(x, None, weight, eps, offset)[0]
+    return launch_forward(x, None, weight, eps, offset)[0]
 
 
 def add_rms_norm(
@@ -488,5 +298,5 @@ def add_rms_norm(
     elif needs_grad(x, residual, weight):
         y, h = _AddRmsNorm.apply(x, residual, weight, eps, offset)
     else:
-        y, h, _ = _launch_forward(x, residual, weight, eps, offset)
+        y, h, _ = launch_forward(x, residual, weight, eps, offset)
     return y, h

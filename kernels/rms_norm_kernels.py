@@ -24,19 +24,21 @@ def _row_offset(row, inner, stride_outer, stride_inner):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr):
+def _load(pointers, mask, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
+    EVICTION: tl.constexpr = "evict_first" if STREAM else ""
     if EVEN:
-        return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)
     else:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
 @jit
-def _store(pointers, value, mask, EVEN: tl.constexpr):
+def _store(pointers, value, mask, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
+    EVICTION: tl.constexpr = "evict_first" if STREAM else ""
     if EVEN:
-        tl.store(pointers, value.to(pointers.dtype.element_ty))
+        tl.store(pointers, value.to(pointers.dtype.element_ty), eviction_policy=EVICTION)
     else:
-        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
 
 
 @jit
@@ -77,12 +79,12 @@ def _columns(first_row, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.c
 
 
 @jit
-def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr):
+def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
     """[R, C] fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
-    value = _load(x, mask, EVEN)
+    value = _load(x, mask, EVEN, STREAM)
     if HAS_RESIDUAL:
-        total = (value + _load(residual, mask, EVEN)).to(h.dtype.element_ty)
-        _store(h, total, mask, EVEN)
+        total = (value + _load(residual, mask, EVEN, STREAM)).to(h.dtype.element_ty)
+        _store(h, total, mask, EVEN, STREAM)
         value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
     return value
 
@@ -112,6 +114,8 @@ def rms_norm_forward_kernel(
     BLOCK_TAIL: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
+    LATE_WEIGHT: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Whole rows in registers: one read, one write."""
     EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
@@ -120,10 +124,11 @@ def rms_norm_forward_kernel(
     WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
     first = tl.program_id(0) * BLOCK_ROWS
     col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
-    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
+    HAS_EARLY: tl.constexpr = HAS_WEIGHT and not LATE_WEIGHT
+    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_EARLY, WHOLE)
     tail_weight = weight
     if BLOCK_TAIL > 0:
-        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
+        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_EARLY, WHOLE_TAIL)
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -135,21 +140,25 @@ def rms_norm_forward_kernel(
         if VECTOR > 1:
             out_at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
             x_at, residual_at = x_ptr + out_at, residual_ptr + out_at
-        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN)  # [R, N]
+        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN, STREAM)  # [R, N]
         tail, tail_mask = value, mask
         if BLOCK_TAIL > 0:
             tail_mask = (row < rows) & tail_col_mask
             tail = _load_input(
-                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL
+                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL, STREAM
             )
         squares = tl.sum(value * value, 1, keep_dims=True)  # [R, 1]
         if BLOCK_TAIL > 0:
             squares += tl.sum(tail * tail, 1, keep_dims=True)
         rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
-        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN)
+        if LATE_WEIGHT:
+            weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
+        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN, STREAM)
         if BLOCK_TAIL > 0:
-            _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL)
+            if LATE_WEIGHT:
+                tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
+            _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL, STREAM)
 
 
 @jit

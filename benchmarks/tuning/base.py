@@ -15,7 +15,7 @@ class Target:
 
     Attributes:
         name: op, direction, shape and dtype, for the table: "rms_norm backward 16384x4096 bf16".
-        attribute: the launch function as the kernel's module sees it: "fuselm.kernels.rms_norm.backward_launch".
+        attribute: the launch function as the kernel's module sees it: "fuselm.kernels.rms_norm_launchers.backward_launch".
         candidates: launch values to try, the likeliest first; tune.py puts a function that returns one of them in the
             attribute's place.
         make: device -> (run, reference). `run` is what is timed and gives the tensor or tensors that are checked;

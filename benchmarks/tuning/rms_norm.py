@@ -149,7 +149,7 @@ def _targets() -> list[Target]:
             found.append(
                 Target(
                     f"{name} forward {rows}x{n} bf16",
-                    "fuselm.kernels.rms_norm.forward_launch",
+                    "fuselm.kernels.rms_norm_launchers.forward_launch",
                     forward,
                     functools.partial(_forward, rows, n, residual),
                     (2 + extra) * rows * n * ELEMENT,
@@ -158,7 +158,7 @@ def _targets() -> list[Target]:
             found.append(
                 Target(
                     f"{name} backward {rows}x{n} bf16",
-                    "fuselm.kernels.rms_norm.backward_launch",
+                    "fuselm.kernels.rms_norm_launchers.backward_launch",
                     backward,
                     functools.partial(_backward, rows, n, residual),
                     (3 + residual) * rows * n * ELEMENT,
@@ -168,7 +168,7 @@ def _targets() -> list[Target]:
         found.append(
             Target(
                 f"rms_norm sum of dw partials {rows}x{n} bf16",
-                "fuselm.kernels.rms_norm.sum_launch",
+                "fuselm.kernels.rms_norm_launchers.sum_launch",
                 _SUMS,
                 functools.partial(_backward, rows, n, False),
                 3 * rows * n * ELEMENT,

@@ -20,6 +20,8 @@ _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
 # Narrowest unaligned rows that are read in whole vectors, one row at a time; shorter ones go several to a program.
 _UNALIGNED_WIDTH = 1024
+# Elements of the rows that one program takes alone, backward: 16 a thread.
+_ONE_PROGRAM = 16384
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
 _CACHE_BYTES = 2**25
 
@@ -40,6 +42,12 @@ class RmsNormLaunch:
         unaligned: read and write dense rows that start anywhere in whole vectors, where block_n holds all of a row's
             whole vectors (see rms_norm_kernels.py).
         recompute_rstd: backward: compute 1 / rms again from x instead of reading what the forward pass saved.
+        window: with `unaligned`, the kernels of rms_norm_unaligned_kernels.py: vectors that take in the neighbours'
+            elements at both ends of a row. The blocks must hold a row that begins 15 bytes into them.
+        late_weight: forward, one program a block of rows: load the weight after the sum of squares, when nothing else
+            waits for memory. It needs fewer registers, so that more rows are in flight.
+        stream: forward: tell the caches that what is read and written is not needed again.
+        max_registers: registers a thread at most, 0 for no limit: more programs an SM, if nothing spills.
     """
 
     block_rows: int
@@ -50,6 +58,10 @@ class RmsNormLaunch:
     num_stages: int = 1
     recompute_rstd: bool = False
     unaligned: bool = False
+    window: bool = False
+    late_weight: bool = False
+    stream: bool = False
+    max_registers: int = 0
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
@@ -153,6 +165,10 @@ def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) ->
         block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
         # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096.
         return RmsNormLaunch(block_rows, 16384 // itemsize, 0, 16, profile.num_sms)
+    whole, few = _power_of_two(n), _power_of_two(rows)
+    if few * whole <= _ONE_PROGRAM:
+        # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
+        return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
     if n * itemsize % _VECTOR_BYTES and n >= _UNALIGNED_WIDTH:
         main, tail = _unaligned_blocks(n, itemsize)
         # 8 elements a thread: Triton 3.6 spreads the tail so that 16 need 182 registers (112 with 8).

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fuselm
-from fuselm.kernels import rms_norm as module
+from fuselm.kernels import rms_norm_launchers as module
 from fuselm.kernels._triton import KNOWN_PROFILES
 from fuselm.kernels.launch.rms_norm import RmsNormLaunch, backward_launch, forward_launch, split_width, sum_launch
 
@@ -20,6 +20,10 @@ LAUNCHES = {
     "rows and tail": RmsNormLaunch(2, 256, 64, 4, 3),
     "rows in one thread": RmsNormLaunch(2, 512, 0, 1, 2),
     "staged": RmsNormLaunch(1, 512, 0, 4, 3, 3),
+    "late weight": RmsNormLaunch(2, 512, 0, 4, late_weight=True, max_registers=64),
+    "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True, stream=True),
+    "one program": RmsNormLaunch(8, 512, 0, 4, 1),
+    "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
     "recomputed": RmsNormLaunch(2, 256, 64, 1, 2, recompute_rstd=True),
     "chunked": RmsNormLaunch(1, 128, 0, 4, 3),
     "chunked rows": RmsNormLaunch(4, 64, 0, 4, 2),
@@ -59,16 +63,33 @@ def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "programs"), [(257, 8), (301, 16), (301, 12), (519, 8), (303, 0)])
-def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, dtype, device, generator, monkeypatch):
+@pytest.mark.parametrize(
+    ("n", "programs", "window", "rows"),
+    [
+        (257, 8, False, 19),
+        (301, 16, False, 19),
+        (301, 12, False, 19),
+        (519, 8, False, 19),
+        (303, 0, False, 19),
+        (257, 8, True, 19),  # main block and tail, and the last vector is no whole one
+        (301, 16, True, 24),
+        (301, 8, True, 9),
+        (505, 8, True, 16),  # a row that begins late reaches into the tail
+        (303, 0, True, 3),
+        (301, 12, True, 19),
+    ],
+)
+def test_rows_that_start_anywhere_give_what_padded_ones_give(
+    n, programs, window, rows, dtype, device, generator, monkeypatch
+):
     """In whole vectors, except bf16 with 12 programs: the rows of one start differently, and narrow loads take over."""
-    x, r = (torch.randn(19, n, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    x, r = (torch.randn(rows, n, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     w = torch.randn(n, device=device, generator=generator).to(dtype).requires_grad_()
-    dy, dh = (torch.randn(19, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    dy, dh = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for _ in range(2))
     results = []
     for launch in (
         RmsNormLaunch(1, 1024, 0, 4, 4),
-        RmsNormLaunch(1, 256 if n < 264 else 512, 16, 4, programs, 3, unaligned=True),
+        RmsNormLaunch(1, 256 if n < 264 else 512, 16, 4, programs, 3, unaligned=True, window=window),
     ):
         monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
         monkeypatch.setattr(module, "backward_launch", functools.partial(lambda value, *_: value, launch))
@@ -80,6 +101,54 @@ def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, dtype,
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_window_holds_a_row_that_begins_anywhere_or_is_not_taken(itemsize, device, generator, monkeypatch):
+    """510 columns in a block of 512: a row that begins more than two elements in would lose its end."""
+    x = torch.randn(16, 510, device=device, generator=generator).to({2: torch.bfloat16, 4: torch.float32}[itemsize])
+    exact = torch.nn.functional.rms_norm(x.double(), (510,), eps=1e-6)
+    taken = []
+    kernel = module.rms_norm_unaligned_forward_kernel
+    monkeypatch.setattr(module, "rms_norm_unaligned_forward_kernel", _Counting(kernel, taken))
+    for tail in (0, 16):
+        launch = RmsNormLaunch(1, 512, tail, 4, 8, unaligned=True, window=True)
+        monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
+        y = fuselm.rms_norm(x, backend="triton")
+        torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    assert len(taken) == 1
+
+
+class _Counting:
+    """Stands in for a kernel and notes its launches."""
+
+    def __init__(self, kernel, launches: list) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "n"), [(1, 3), (1, 300), (1, 4096), (5, 257), (16, 768), (2, 4097), (64, 64)])
+def test_few_rows_take_one_launch(rows, n, dtype, device, generator, monkeypatch):
+    """A launch that adds partials takes as long as these backward passes: their one program writes dw itself."""
+    assert backward_launch(rows, n, dtype.itemsize, KNOWN_PROFILES[90]).programs == 1
+    launches = []
+    for name in ("rms_norm_backward_kernel", "sum_partials_kernel"):
+        monkeypatch.setattr(module, name, _Counting(getattr(module, name), launches))
+    x, dy = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    w = torch.randn(n, device=device, generator=generator).to(dtype).requires_grad_()
+    x.requires_grad_()
+    dx, dw = torch.autograd.grad(fuselm.rms_norm(x, w, backend="triton"), (x, w), dy)
+    assert launches == [(1,)] and dw.dtype == dtype
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = torch.autograd.grad(torch.nn.functional.rms_norm(xd, (n,), wd, 1e-6), (xd, wd), dy.double())
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[dtype]
+    for ours, right in zip((dx, dw), exact, strict=True):
+        error = (ours.double() - right).norm() / right.norm()
+        assert error <= tolerance
 
 
 @pytest.mark.parametrize("view", ["rows of a wider tensor", "one element into a tensor", "expanded"])
