@@ -24,28 +24,27 @@ def _row_offset(row, inner, stride_outer, stride_inner):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
-    EVICTION: tl.constexpr = "evict_first" if STREAM else ""
+def _load(pointers, mask, EVEN: tl.constexpr, EVICTION: tl.constexpr):
     if EVEN:
-        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)
+        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)  # pyright: ignore[reportArgumentType]
     else:
-        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        value = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        return value.to(tl.float32)
 
 
 @jit
-def _store(pointers, value, mask, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
-    EVICTION: tl.constexpr = "evict_first" if STREAM else ""
+def _store(pointers, value, mask, EVEN: tl.constexpr):
     if EVEN:
-        tl.store(pointers, value.to(pointers.dtype.element_ty), eviction_policy=EVICTION)
+        tl.store(pointers, value.to(pointers.dtype.element_ty))
     else:
-        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @jit
 def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     """[1, C] fp32: offset + weight, or ones."""
     if HAS_WEIGHT:
-        return _load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
+        return _load(weight_ptr + col, mask, EVEN, "") + tl.cast(offset, tl.float32)
     else:
         return tl.full(col.shape, 1.0, tl.float32)
 
@@ -79,12 +78,12 @@ def _columns(first_row, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.c
 
 
 @jit
-def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr = False):
+def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, EVICTION: tl.constexpr):
     """[R, C] fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
-    value = _load(x, mask, EVEN, STREAM)
+    value = _load(x, mask, EVEN, EVICTION)
     if HAS_RESIDUAL:
-        total = (value + _load(residual, mask, EVEN, STREAM)).to(h.dtype.element_ty)
-        _store(h, total, mask, EVEN, STREAM)
+        total = (value + _load(residual, mask, EVEN, EVICTION)).to(h.dtype.element_ty)
+        _store(h, total, mask, EVEN)
         value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
     return value
 
@@ -115,7 +114,7 @@ def rms_norm_forward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     LATE_WEIGHT: tl.constexpr,
-    STREAM: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """Whole rows in registers: one read, one write."""
     EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
@@ -124,7 +123,7 @@ def rms_norm_forward_kernel(
     WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
     first = tl.program_id(0) * BLOCK_ROWS
     col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
-    HAS_EARLY: tl.constexpr = HAS_WEIGHT and not LATE_WEIGHT
+    HAS_EARLY: tl.constexpr = HAS_WEIGHT and not LATE_WEIGHT  # pyright: ignore[reportAssignmentType]
     weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_EARLY, WHOLE)
     tail_weight = weight
     if BLOCK_TAIL > 0:
@@ -140,12 +139,12 @@ def rms_norm_forward_kernel(
         if VECTOR > 1:
             out_at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
             x_at, residual_at = x_ptr + out_at, residual_ptr + out_at
-        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN, STREAM)  # [R, N]
+        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN, EVICTION)  # [R, N]
         tail, tail_mask = value, mask
         if BLOCK_TAIL > 0:
             tail_mask = (row < rows) & tail_col_mask
             tail = _load_input(
-                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL, STREAM
+                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL, EVICTION
             )
         squares = tl.sum(value * value, 1, keep_dims=True)  # [R, 1]
         if BLOCK_TAIL > 0:
@@ -154,11 +153,11 @@ def rms_norm_forward_kernel(
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
         if LATE_WEIGHT:
             weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
-        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN, STREAM)
+        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN)
         if BLOCK_TAIL > 0:
             if LATE_WEIGHT:
                 tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
-            _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL, STREAM)
+            _store(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL)
 
 
 @jit
@@ -191,7 +190,7 @@ def rms_norm_forward_chunked_kernel(
     squares = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN)
+        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN, "")
         squares += value * value
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)
@@ -201,7 +200,7 @@ def rms_norm_forward_chunked_kernel(
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, EVEN)
-        _store(y_ptr + out + col, _load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
+        _store(y_ptr + out + col, _load(x + col, col < N, EVEN, "") * rstd * weight, col < N, EVEN)
 
 
 @jit
@@ -209,7 +208,7 @@ def _gradient(dy, x_hat, weight, mean, rstd, dh, mask, HAS_DH: tl.constexpr, EVE
     """[R, C] fp32: rstd * (g - x_hat * mean(g * x_hat)) with g = dy * weight, plus dh."""
     dx = rstd * (dy * weight - x_hat * mean)
     if HAS_DH:
-        dx += _load(dh, mask, EVEN)
+        dx += _load(dh, mask, EVEN, "")
     return dx
 
 
@@ -282,13 +281,13 @@ def rms_norm_backward_kernel(
         if VECTOR > 1:
             at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
             x_at, dy_at, dh_at, dx_at = x_ptr + at, dy_ptr + at, dh_ptr + at, dx_ptr + at
-        x = _load(x_at, mask, EVEN)  # [R, N]
-        dy = _load(dy_at, mask, EVEN)
+        x = _load(x_at, mask, EVEN, "")  # [R, N]
+        dy = _load(dy_at, mask, EVEN, "")
         tail_x, tail_dy, tail_mask = x, dy, mask
         if BLOCK_TAIL > 0:
             tail_mask = row_mask & tail_col_mask
-            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL)
-            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL)
+            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL, "")
+            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL, "")
         if RECOMPUTE_RSTD:
             squares = tl.sum(x * x, 1, keep_dims=True)
             if BLOCK_TAIL > 0:
@@ -363,9 +362,9 @@ def rms_norm_backward_chunked_kernel(
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x = _load(x_row + col, mask, False)
+            x = _load(x_row + col, mask, False, "")
             weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
-            products += _load(dy_row + col, mask, False) * weight * x
+            products += _load(dy_row + col, mask, False, "") * weight * x
             if RECOMPUTE_RSTD:
                 squares += x * x
         if RECOMPUTE_RSTD:
@@ -378,8 +377,8 @@ def rms_norm_backward_chunked_kernel(
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x_hat = _load(x_row + col, mask, False) * rstd
-            dy = _load(dy_row + col, mask, False)
+            x_hat = _load(x_row + col, mask, False, "") * rstd
+            dy = _load(dy_row + col, mask, False, "")
             weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
             dx = _gradient(dy, x_hat, weight, mean, rstd, dh_row + col, mask, HAS_DH, False)
             _store(dx_ptr + out + col, dx, mask, False)

@@ -143,7 +143,7 @@ def launch_forward(
                 VECTOR=vector,
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
-                STREAM=launch.stream,
+                EVICTION=launch.eviction,
                 num_warps=launch.num_warps,
                 **_registers(launch),
             )

@@ -21,7 +21,7 @@ LAUNCHES = {
     "rows in one thread": RmsNormLaunch(2, 512, 0, 1, 2),
     "staged": RmsNormLaunch(1, 512, 0, 4, 3, 3),
     "late weight": RmsNormLaunch(2, 512, 0, 4, late_weight=True, max_registers=64),
-    "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True, stream=True),
+    "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True, eviction="evict_first"),
     "one program": RmsNormLaunch(8, 512, 0, 4, 1),
     "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
     "recomputed": RmsNormLaunch(2, 256, 64, 1, 2, recompute_rstd=True),
