@@ -49,12 +49,13 @@ def _tile(inner, ffn, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr):
+def _load(pointers, mask, EVEN: tl.constexpr, EVICTION: tl.constexpr):
     """fp32; EVEN: every element of the tile exists."""
     if EVEN:
-        return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)  # pyright: ignore[reportArgumentType]
     else:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        return value.to(tl.float32)
 
 
 @jit
@@ -75,13 +76,14 @@ def _swiglu_forward_kernel(
     inner,
     ffn,
     EVEN: tl.constexpr,
+    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
-    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN)
+    gate = _load(gate_ptr, mask, EVEN, EVICTION)  # [R, C]
+    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN, EVICTION)
     _store(out_ptr + (outer * inner + rows) * ffn + columns, gate * tl.sigmoid(gate) * up, mask, EVEN)
 
 
@@ -102,6 +104,7 @@ def _swiglu_backward_kernel(
     inner,
     ffn,
     EVEN: tl.constexpr,
+    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -109,10 +112,10 @@ def _swiglu_backward_kernel(
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     half = tl.cast(ffn, tl.int64)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
-    up = _load(gate_ptr + half * stride_column, mask, EVEN)
+    gate = _load(gate_ptr, mask, EVEN, EVICTION)  # [R, C]
+    up = _load(gate_ptr + half * stride_column, mask, EVEN, EVICTION)
     at = outer * grad_stride_outer + rows * grad_stride_row + columns * grad_stride_column
-    grad = _load(grad_ptr + at, mask, EVEN)
+    grad = _load(grad_ptr + at, mask, EVEN, EVICTION)
     sigma = tl.sigmoid(gate)
     out = out_ptr + outer * out_stride_outer + rows * out_stride_row + columns * out_stride_column
     _store(out, grad * up * (sigma * (1.0 + gate * (1.0 - sigma))), mask, EVEN)
@@ -151,6 +154,7 @@ def _launch_forward(gate_up: Tensor) -> Tensor:
             x.shape[1],
             ffn,
             EVEN=even,
+            EVICTION=launch.eviction,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
             num_warps=launch.num_warps,
@@ -182,6 +186,7 @@ def _launch_backward(grad: Tensor, gate_up: Tensor, inplace: bool = False) -> Te
             x.shape[1],
             dy.shape[-1],
             EVEN=even,
+            EVICTION=launch.eviction,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
             num_warps=launch.num_warps,
