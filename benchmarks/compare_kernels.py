@@ -15,13 +15,14 @@ CPU; it shows that the comparison works and nothing about GPUs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import gc
+import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +31,20 @@ from typing import Any, Literal
 if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import compile_ahead
 import torch
 import tyro
-from expected import run_call
 from measure import Ceilings, RowRun, configure_compile, release
 from peers.base import DETERMINISTIC, OURS, Maker, is_ours
 from peers.registry import Peers, load_peers
 from report_kernels import best_peer, deterministic_cost, milliseconds, ours, speed_ratio
-from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row, make_inputs, make_upstream
+from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row
 from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
 
-LOOK_S = 30.0  # between looks at the card's state, which nvidia-smi takes its time for
-NOT_COMPILED = ("eager", "torch foreach", "torch fused")  # what processes of --jobs need not run
+LOOK_S = 60.0  # between looks at the card's state, which nvidia-smi takes its time for
+COMPILE_SHARE = 0.4  # of the budget: a second of all processes saves several of this one
+FIRST_OPS = ("attention", "linear_cross_entropy", "cross_entropy")  # measured first: what is left out is the others
+SHOWN = 5  # slowest tasks and rows that are printed
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,17 @@ class Arguments:
     """Seconds after which no further row is begun; what was left out is printed and in the file."""
 
     jobs: int = 0
-    """Processes that compile beforehand; 0 for half the processors (at most 8) on a GPU and none on a CPU."""
+    """Processes that compile beforehand; 0 for 3 of 4 processors (at most 12) on a GPU and none on a CPU."""
 
     tiny: bool = False
     """Small shapes, to see that the comparison works."""
 
-    part: tuple[int, int] | None = None
-    """Run rows i, i + n, ... once and write nothing: what the processes of --jobs do."""
+    part: Path | None = None
+    """A folder: compile what no other process has taken there, and write no results. What --jobs runs."""
 
 
 def chosen_rows(arguments: Arguments) -> list[Row]:
-    """The rows that the command line asks for.
+    """The rows that the command line asks for, in the order in which to measure them.
 
     Raises:
         SystemExit: there are none.
@@ -92,7 +95,7 @@ def chosen_rows(arguments: Arguments) -> list[Row]:
     rows = [r for r in known if r.op in (arguments.ops or ops) and arguments.only in r.name]
     if not rows:
         raise SystemExit(f"error: --only {arguments.only!r}: no row has that in its name")
-    return rows
+    return sorted(rows, key=lambda row: (row in ODD_ROWS, row.op not in FIRST_OPS))
 
 
 def chosen_makers(peers: Peers, row: Row, providers: tuple[str, ...]) -> dict[str, Maker]:
@@ -107,43 +110,34 @@ def chosen_makers(peers: Peers, row: Row, providers: tuple[str, ...]) -> dict[st
     }
 
 
-def compile_part(rows: list[Row], arguments: Arguments, device: torch.device, dtype: torch.dtype) -> None:
-    """Runs every n-th row's providers once, from the i-th, so that the caches on disk have what they compile; what
-    fails here fails again where it counts."""
-    assert arguments.part is not None
-    index, of = arguments.part
-    started, peers = time.monotonic(), load_peers()
-    for row in [r for r in rows if r.op != "adamw"][index::of]:
-        with contextlib.suppress(Exception):
-            inputs = make_inputs(row, dtype, device)
-            upstream = make_upstream(row, inputs)
-            for name, maker in chosen_makers(peers, row, arguments.providers).items():
-                if name not in NOT_COMPILED and time.monotonic() - started < arguments.budget_s:
-                    with contextlib.suppress(Exception):
-                        call = maker(inputs)
-                        run_call(call, upstream)
-                        with torch.no_grad():  # torch.compile compiles this apart
-                            call.function()
-            del inputs, upstream
-        release(device)
+def _tasks(rows: list[Row], peers: Peers, arguments: Arguments) -> list[compile_ahead.Task]:
+    return compile_ahead.tasks_of([(row, chosen_makers(peers, row, arguments.providers)) for row in rows])
 
 
-def compile_ahead(arguments: Arguments, jobs: int) -> None:
-    """Starts the processes that compile, and waits for them for at most a third of the budget."""
-    limit = arguments.budget_s / 3
-    command = [sys.executable, __file__, "--only", arguments.only, "--budget-s", str(limit)]
-    command += ["--sizes", arguments.sizes] + ["--tiny"] * arguments.tiny
-    for option, values in (("--ops", arguments.ops), ("--providers", arguments.providers)):
-        command += [option, *values] if values else []
-    null = subprocess.DEVNULL
-    running = [subprocess.Popen([*command, "--part", str(i), str(jobs)], stdout=null, stderr=null) for i in range(jobs)]
+def compile_all(rows: list[Row], arguments: Arguments, jobs: int) -> tuple[Peers, dict[str, float]]:
+    """Compiles with several processes, for a part of the budget, while this one imports the peers.
+
+    Returns:
+        the peers, and what was compiled -> seconds.
+    """
+    limit = arguments.budget_s * COMPILE_SHARE
     deadline = time.monotonic() + limit
-    for process in running:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    options = ["--only", arguments.only, "--budget-s", str(limit), "--sizes", arguments.sizes]
+    options += ["--tiny"] * arguments.tiny
+    for option, values in (("--ops", arguments.ops), ("--providers", arguments.providers)):
+        options += [option, *values] if values else []
+    with tempfile.TemporaryDirectory() as folder:
+        running = compile_ahead.start(options, Path(folder), jobs)
+        peers = load_peers()
+        importlib.import_module("torch._inductor.compile_fx")  # seconds that the first compilation would take
+        compile_ahead.finish(running, deadline)
+        tasks = _tasks(rows, peers, arguments)
+        seconds = compile_ahead.compiled(tasks, Path(folder))
+    slowest = "; ".join(f"{name} {s:.0f} s" for name, s in list(seconds.items())[:SHOWN])
+    print(
+        f"compiled beforehand: {len(seconds)} of {len(tasks)} in {time.monotonic() + limit - deadline:.0f} s: {slowest}"
+    )
+    return peers, seconds
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -176,11 +170,36 @@ def _lost(device: torch.device) -> str:
     return ""
 
 
+def _slowest(row_seconds: dict[str, dict[str, float]]) -> str:
+    """The rows that took longest, and what of them did."""
+    rows = sorted(row_seconds.items(), key=lambda pair: -sum(pair[1].values()))[:SHOWN]
+    return "; ".join(
+        f"{name} {sum(parts.values()):.0f} s ({', '.join(f'{p} {s:.1f}' for p, s in parts.items() if s >= 1)})"
+        for name, parts in rows
+    )
+
+
 def compare(
-    arguments: Arguments, rows: list[Row], device: torch.device, dtype: torch.dtype, started: float
+    arguments: Arguments,
+    rows: list[Row],
+    device: torch.device,
+    dtype: torch.dtype,
+    started: float,
+    peers: Peers | None = None,
+    compiled: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Measures the rows and writes the file after each. Gives what was written."""
-    peers = load_peers()
+    """Measures the rows and writes the file after each. Gives what was written.
+
+    Args:
+        arguments: of the command line.
+        rows: in the order in which to measure them; the file has them in that of rows.py.
+        device: where.
+        dtype: of inputs and, but for an optimizer's fp32 ones, parameters.
+        started: time.monotonic() at the begin of the budget.
+        peers: if they are loaded already.
+        compiled: what was compiled beforehand -> seconds, for the file.
+    """
+    peers = peers or load_peers()
     on_gpu = device.type == "cuda"
     ceilings = Ceilings(copy_bandwidth(device), matmul_rate(device)) if on_gpu else Ceilings()
     facts: dict[str, Any] = {
@@ -192,6 +211,8 @@ def compare(
         "card_at_start": card_state() if on_gpu else "",
         "rows": [],
         "left_out": [],
+        "compile_seconds": compiled or {},
+        "row_seconds": {},
     }
     print(f"{facts['environment']['card']}, commit {facts['environment']['commit']}; ceilings {facts['ceilings']}")
     for name, reason in peers.missing.items():
@@ -200,6 +221,7 @@ def compare(
         print("Small shapes, or no GPU: these times show nothing about GPUs.")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     looked = started
+    place = {(row.op, row.label): i for i, row in enumerate(ROWS + ODD_ROWS)}
     for i, row in enumerate(rows):
         lost = ""
         if time.monotonic() - started > arguments.budget_s:
@@ -209,6 +231,8 @@ def compare(
             for result in run.run(chosen_makers(peers, row, arguments.providers)):
                 facts["rows"].append(dataclasses.asdict(result))
                 print(summary(facts["rows"][-1]), flush=True)
+            facts["rows"].sort(key=lambda r: place.get((r["op"], r["label"]), 0))
+            facts["row_seconds"][row.name] = {part: round(s, 2) for part, s in run.seconds.items()}
             del run
             lost = _lost(device)
             if not lost:
@@ -226,6 +250,8 @@ def compare(
             )
     if facts["left_out"]:
         print(f"left out, no time: {'; '.join(facts['left_out'])}")
+    if facts["row_seconds"]:
+        print(f"took longest: {_slowest(facts['row_seconds'])}")
     print(f"wrote {arguments.output} after {facts['seconds']} s")
     return facts
 
@@ -241,13 +267,14 @@ def main() -> None:
     if device.type != "cuda" and not arguments.tiny:
         raise SystemExit("error: there is no CUDA device: run with --tiny, which shows nothing about GPUs")
     if arguments.part is not None:
-        compile_part(rows, arguments, device, dtype)
+        tasks = _tasks(rows, load_peers(), arguments)
+        compile_ahead.compile_tasks(tasks, arguments.part, arguments.budget_s, device, dtype)
         return
-    jobs = arguments.jobs or (min(8, (os.cpu_count() or 2) // 2) if device.type == "cuda" else 0)
-    if jobs > 1:
-        compile_ahead(arguments, min(jobs, len(rows)))
-        print(f"compiled beforehand in {time.monotonic() - started:.0f} s")
-    compare(arguments, rows, device, dtype, started)
+    jobs = arguments.jobs or (min(12, (os.cpu_count() or 2) * 3 // 4) if device.type == "cuda" else 0)
+    peers, compiled = compile_all(rows, arguments, jobs) if jobs > 1 else (load_peers(), {})
+    gc.collect()
+    gc.freeze()  # the collection after each row need not look at what was imported
+    compare(arguments, rows, device, dtype, started, peers, compiled)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -162,12 +163,15 @@ class RowRun:
     def __init__(self, row: Row, dtype: torch.dtype, device: torch.device, ceilings: Ceilings, rounds: int) -> None:
         self.row, self.dtype, self.device, self.ceilings, self.rounds = row, dtype, device, ceilings, rounds
         self.goals = row.goal_ms if device.type == "cuda" and GOAL_CARD in torch.cuda.get_device_name(device) else {}
+        self.seconds: dict[str, float] = {}
+        """What the row took: its inputs and what they should give, each provider's set-up and check, the timing."""
         self.calls: dict[str, Call] = {}
         self.status: dict[str, str] = {}
 
     def run(self, makers: dict[str, Maker]) -> list[Result]:
         """All directions of the row. Whatever a provider raises is its status; what the row's own set-up raises (no
         memory for its inputs) is that of every provider."""
+        started = time.monotonic()
         try:
             self.inputs = make_inputs(self.row, self.dtype, self.device)
             self.upstream = make_upstream(self.row, self.inputs)
@@ -175,10 +179,20 @@ class RowRun:
         except Exception as error:
             self.status = dict.fromkeys(makers, f"failed: {describe(error)}")
             return [self._result(direction) for direction in self.row.directions]
+        started = self._took("inputs, expected", started)
         for name, maker in makers.items():
             self._set_up(name, maker, expected)
+            started = self._took(name, started)
         del expected
-        return [self._direction(direction) for direction in self.row.directions]
+        results = [self._direction(direction) for direction in self.row.directions]
+        self._took("timing", started)
+        return results
+
+    def _took(self, part: str, started: float) -> float:
+        """Notes what a part of the row took on the host; gives the time at which the next one begins."""
+        now = time.monotonic()
+        self.seconds[part] = now - started
+        return now
 
     def _set_up(self, name: str, maker: Maker, expected: list[Expected] | None) -> None:
         """Makes a provider's call and checks what it gives. A peer that is wrong is timed and marked, ours is not."""
@@ -288,6 +302,8 @@ def configure_compile() -> None:
     functorch_config.donated_buffer = False  # a compiled backward pass that is timed again needs its buffers
     # Processes that compile beforehand share the GPU: which variant of a kernel is fastest is not for them to remember.
     inductor_config.autotune_local_cache = False
+    # No pool of processes in each process that compiles, nor beside what is timed.
+    inductor_config.compile_threads = 1
 
 
 def release(device: torch.device) -> None:

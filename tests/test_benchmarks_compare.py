@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import tyro
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 compare_kernels: Any = importlib.import_module("compare_kernels")
+compile_ahead: Any = importlib.import_module("compile_ahead")
 measure: Any = importlib.import_module("measure")
 expected: Any = importlib.import_module("expected")
 rows: Any = importlib.import_module("rows")
@@ -257,7 +259,7 @@ def test_sizes_choose_between_round_and_odd():
     assert chosen("all") == round_ones + odd_ones
 
 
-def test_processes_that_compile_get_the_same_rows(monkeypatch):
+def test_processes_that_compile_get_the_same_rows_and_one_folder(monkeypatch):
     commands = []
 
     class Process:
@@ -265,14 +267,70 @@ def test_processes_that_compile_get_the_same_rows(monkeypatch):
             commands.append(command[2:])
 
         def wait(self, timeout: float) -> None:
-            assert timeout <= 30
+            assert timeout <= 36
 
-    monkeypatch.setattr(compare_kernels.subprocess, "Popen", Process)
+    monkeypatch.setattr(compile_ahead.subprocess, "Popen", Process)
     given = {"ops": ("swiglu", "rope"), "only": "16", "sizes": "odd", "providers": ("Liger", "FA2 (SDPA)")}
-    compare_kernels.compile_ahead(compare_kernels.Arguments(budget_s=90.0, **given), 2)
+    arguments = compare_kernels.Arguments(budget_s=90.0, **given)
+    peers, seconds = compare_kernels.compile_all(compare_kernels.chosen_rows(arguments), arguments, 2)
     parsed = [tyro.cli(compare_kernels.Arguments, args=command) for command in commands]
-    assert [p.part for p in parsed] == [(0, 2), (1, 2)]
+    assert len(parsed) == 2 and len({p.part for p in parsed}) == 1 and not parsed[0].part.exists()
     assert all({name: getattr(p, name) for name in given} == given for p in parsed)
+    assert "swiglu" in peers.makers and seconds == {}
+
+
+def test_each_task_is_taken_once_and_what_fails_does_not_end_the_others(tmp_path):
+    made: list[str] = []
+
+    def maker(name: str, fails: bool = False) -> Any:
+        def make(inputs: dict[str, Any]) -> Any:
+            made.append(name)
+            if fails:
+                raise RuntimeError("no such kernel")
+            return base.Call(lambda: rows.SPEC_OF["swiglu"].plain(**inputs), base.leaves_of(inputs))
+
+        return make
+
+    makers = {"Liger": maker("Liger"), "fuselm": maker("fuselm"), "FA4": maker("FA4", True), "eager": maker("eager")}
+    tasks = compile_ahead.tasks_of([(TINY["swiglu"], makers), (ADAMW[0], makers)])
+    (tmp_path / "1").touch()  # another process is at it
+    for _ in range(2):
+        compile_ahead.compile_tasks(tasks, tmp_path, 60.0, CPU, torch.float32)
+    assert [task.provider for task in tasks] == ["FA4", "fuselm", "Liger"] and made == ["FA4", "Liger"]
+    assert set(compile_ahead.compiled(tasks, tmp_path)) == {"FA4, swiglu 5x24", "Liger, swiglu 5x24"}
+    made.clear()
+    late = tmp_path / "late"
+    late.mkdir()
+    compile_ahead.compile_tasks(tasks, late, -1.0, CPU, torch.float32)
+    assert made == [] and not list(late.iterdir())
+
+
+def test_code_that_is_compiled_already_is_taken_last():
+    attention = [row for row in rows.ROWS if row.op == "attention"]
+    makers: dict[str, Any] = dict.fromkeys(("fuselm", "FA2 (SDPA)", "FA4", "Flex"))
+    tasks = compile_ahead.tasks_of([(row, makers) for row in attention])
+    fa4 = [task.row for task in tasks if task.provider == "FA4"]
+    kinds = [
+        (r.case["head_dim"], r.case.get("window"), "documents_q" in r.case, r.case["heads"][0] // r.case["heads"][1])
+        for r in fa4
+    ]
+    assert len(fa4) == len(attention) and len(set(kinds[:6])) == 6 and set(kinds[6:]) <= set(kinds[:6])
+    assert [task.provider for task in tasks[:6]] == ["FA4"] * 6
+    assert [task.provider for task in tasks[6 : 6 + len(attention)]] == ["Flex"] * len(attention)  # made for one shape
+
+
+def test_rows_are_measured_by_weight_and_written_in_the_order_of_the_tables(monkeypatch, tmp_path):
+    chosen = compare_kernels.chosen_rows(compare_kernels.Arguments())
+    assert len(chosen) == len(rows.ROWS + rows.ODD_ROWS)
+    places = [(row in rows.ODD_ROWS, row.op not in compare_kernels.FIRST_OPS) for row in chosen]
+    assert places == sorted(places) and chosen[0].op == "cross_entropy"
+    small = [TINY["swiglu"], TINY["add_rms_norm"]]
+    monkeypatch.setattr(compare_kernels, "ROWS", tuple(reversed(small)))
+    options = compare_kernels.Arguments(output=tmp_path / "k.json", rounds=2, providers=("eager",), tiny=True)
+    facts = compare_kernels.compare(options, small, CPU, torch.float32, time.monotonic())
+    assert [r["op"] for r in facts["rows"]] == ["add_rms_norm"] * 2 + ["swiglu"] * 2
+    assert list(facts["row_seconds"]) == [row.name for row in small]
+    assert set(facts["row_seconds"]["swiglu 5x24"]) == {"inputs, expected", "fuselm", "eager", "timing"}
 
 
 def test_every_odd_row_names_a_row_that_exists():
