@@ -8,8 +8,11 @@ interleaved with the current choice, L2 flushed, launch cost hidden: all of them
 The table is best first, with GB/s and what Triton tells of registers, spills and shared memory. Nothing is changed: a
 better choice is written into kernels/launch/ by hand, with the measured reason.
 
-On a GPU, --jobs processes compile the candidates beforehand into Triton's cache on disk, which the measuring process
-then reads.
+Candidates are tried in turns: the current choice of every target, then the first candidate of every target (the
+likeliest), then the second. What the budget does not reach is the least likely of each, and is listed at the end.
+
+On a GPU, --jobs processes compile, without launching anything, into Triton's cache on disk, in the same order; the
+measuring process tries each candidate once it is there, and times only when they have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from timing import Timing, describe, environment, interleaved, tensors_of
+from tune_compile import CompileJobs, called, compile_part, turns_of
 from tuning.base import Target
 
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, triton
@@ -46,6 +49,9 @@ CURRENT = "current"
 ROUNDINGS = 4.0  # relative error that a candidate may have, in roundings of its output's dtype
 FP32_ERROR = 1e-5  # and at least this: fp32 sums in another order differ by more than a rounding
 FINALISTS = 6
+TIMED_S = 1.0  # of the budget that is kept for timing a target, ...
+TIMED_SHARE = 0.3  # ... but not more than this part of it for all of them
+NO_TIME = "left out: the time budget is used up"
 CHUNK = 2**26  # elements compared at a time in fp64
 
 
@@ -60,19 +66,22 @@ class Arguments:
     """JSON file for the results, written after every target."""
 
     budget_s: float = 600.0
-    """Seconds after which no further candidate is tried; what was left out is printed and in the JSON."""
+    """Seconds for everything, compiling included; what was left out is printed and in the JSON."""
 
     rounds: int = 30
     """Timed rounds of the best candidates; all of them get a third of it first."""
 
     only: str = ""
-    """Targets whose name contains this."""
+    """Targets whose name contains this, or one of several texts with commas between them."""
 
     jobs: int = 0
-    """Processes that compile beforehand; 0 for half the processors (at most 8) on a GPU and none on a CPU."""
+    """Processes that compile; 0 for all processors but two (at most 14) on a GPU and none on a CPU."""
 
     part: tuple[int, int] | None = None
-    """Run candidates i, i + n, ... once and write nothing: what the processes of --jobs do."""
+    """Compile choices i, i + n, ... and measure nothing: what the processes of --jobs do."""
+
+    done: Path | None = None
+    """With --part: folder where a file for each compiled choice says that it is there."""
 
 
 @dataclass
@@ -126,23 +135,6 @@ def load_targets(op: str) -> list[Target]:
     for target in targets:  # makes the ops that a target calls
         importlib.import_module(target.attribute.rpartition(".")[0])
     return targets
-
-
-@contextlib.contextmanager
-def replaced(attribute: str, value: Any) -> Iterator[None]:
-    """Within this context the launch function gives `value`, whatever it is asked.
-
-    Raises:
-        AttributeError: the attribute does not exist: a target whose kernel was renamed must not pass silently.
-    """
-    module_name, _, name = attribute.rpartition(".")
-    module = importlib.import_module(module_name)
-    before = getattr(module, name)
-    setattr(module, name, lambda *_, **__: value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 @contextlib.contextmanager
@@ -224,51 +216,133 @@ def try_once(run: Callable[[], Any], exact: list[torch.Tensor | None] | None, ro
             raise CardLostError(f"{row.choice}: {lost}") from lost
 
 
-def _called(run: Callable[[], Any], attribute: str, candidate: Any) -> Callable[[], Any]:
-    def call() -> Any:
-        with replaced(attribute, candidate):
-            return run()
+class Trial:
+    """A target and what has been tried of it.
 
-    return call
-
-
-def tune(target: Target, device: torch.device, rounds: int, deadline: float, report: Callable[[Result], None]) -> None:
-    """Checks and times a target's candidates; `report` gets the result, also when the card is lost on the way.
-
-    Args:
-        target: what to tune.
-        device: where.
-        rounds: timed rounds of the finalists.
-        deadline: time.monotonic() after which no further candidate is compiled.
-        report: called once.
+    Attributes:
+        result: its rows so far.
+        turns: choices to try: the current one, then the candidates.
     """
-    result = Result(target.name, target.attribute, target.bytes_moved)
-    try:
-        run, reference = target.make(device)
-        exact = [None if e is None else e.detach() for e in tensors_of(reference())]
-        calls = {CURRENT: run}
-        calls |= {str(candidate): _called(run, target.attribute, candidate) for candidate in target.candidates}
-        for choice, call in calls.items():
-            row = Row(choice)
-            result.rows.append(row)
-            if choice != CURRENT and time.monotonic() > deadline:
-                row.status = "left out: the time budget is used up"
-            else:
-                try_once(call, exact, row, device)
-        del exact
-        rows = {row.choice: row for row in result.rows if row.status == "ok"}
+
+    def __init__(self, target: Target, device: torch.device) -> None:
+        self.result = Result(target.name, target.attribute, target.bytes_moved)
+        self.turns = 1 + len(target.candidates)
+        self._target, self._device = target, device
+        self._made: tuple[Callable[[], Any], list[torch.Tensor | None]] | None = None
+        self._broken = False
+
+    def release(self) -> None:
+        """Lets go of inputs and reference; they are made anew when they are needed."""
+        self._made = None
+
+    def _make(self) -> tuple[Callable[[], Any], list[torch.Tensor | None]]:
+        if self._made is None:
+            run, reference = self._target.make(self._device)
+            self._made = run, [None if e is None else e.detach() for e in tensors_of(reference())]
+        return self._made
+
+    def _call(self, choice: str) -> Callable[[], Any]:
+        run = self._make()[0]
+        if choice == CURRENT:
+            return run
+        candidate = next(c for c in self._target.candidates if str(c) == choice)
+        return called(run, self._target.attribute, candidate)
+
+    def attempt(self, turn: int) -> None:
+        """Runs and checks the current choice (turn 0) or a candidate.
+
+        Raises:
+            CardLostError: it left the device unusable.
+        """
+        if turn >= self.turns or self._broken:
+            return
+        row = Row(CURRENT if turn == 0 else str(self._target.candidates[turn - 1]))
+        self.result.rows.append(row)
+        try:
+            call = self._call(row.choice)
+            exact = self._make()[1]
+        except Exception as error:  # a target that cannot be set up is a failed row, and the others get their turn
+            row.status, self._broken = f"failed: {describe(error)}", True
+            return
+        try_once(call, exact, row, self._device)
+
+    def measure(self, rounds: int, deadline: float) -> None:
+        """Times what was right, the best ones longer; sorts the rows and adds those that were left out."""
+        rows = {row.choice: row for row in self.result.rows if row.status == "ok"}
         for names, repeats in (_all, max(rounds // 3, 3)), (_finalists, rounds):
-            chosen = names(rows)
-            timings = interleaved({n: calls[n] for n in chosen}, device, repeats, hide_launch=True) if chosen else {}
+            if time.monotonic() > deadline:
+                for row in rows.values():
+                    row.status = row.status if row.timing else NO_TIME
+                break
+            calls = {name: self._call(name) for name in names(rows)}
+            timings = interleaved(calls, self._device, repeats, hide_launch=True)
             for name, timing in timings.items():
                 rows[name].timing = timing
-        result.rows.sort(key=lambda row: (row.status != "ok", row.timing.median_ms if row.timing else math.inf))
+        self.result.rows.sort(key=lambda row: (row.status != "ok", row.timing.median_ms if row.timing else math.inf))
+        if not self._broken:
+            tried = {row.choice for row in self.result.rows}
+            names = [CURRENT, *map(str, self._target.candidates)]
+            self.result.rows += [Row(name, NO_TIME) for name in names if name not in tried]
+
+
+def _make_room(trials: list[Trial], device: torch.device) -> None:
+    """Lets go of all inputs where less than half of the device's memory is left."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) < total / 2:
+            for trial in trials:
+                trial.release()
+            torch.cuda.empty_cache()
+
+
+def tune(
+    targets: list[Target],
+    device: torch.device,
+    rounds: int,
+    deadline: float,
+    report: Callable[[Result], None],
+    compiled: Callable[[int, int], bool] = lambda turn, index: True,
+    stop_compiling: Callable[[], None] = lambda: None,
+) -> None:
+    """Tries the targets' candidates in turns, then times each target's.
+
+    Args:
+        targets: what to tune.
+        device: where.
+        rounds: timed rounds of the finalists.
+        deadline: time.monotonic() at which all should be done.
+        report: gets each target's result; also when the card is lost on the way.
+        compiled: whether another process has compiled a target's choice of a turn.
+        stop_compiling: called before anything is timed.
+
+    Raises:
+        CardLostError: a candidate left the device unusable.
+    """
+    trials = [Trial(target, device) for target in targets]
+    left = deadline - time.monotonic()
+    no_more = deadline - min(TIMED_SHARE * max(left, 0.0), TIMED_S * len(targets))
+    waiting = turns_of(targets)
+    try:
+        while waiting and time.monotonic() < no_more:
+            place = next((k for k, place in enumerate(waiting) if compiled(*place)), None)
+            if place is None:
+                time.sleep(0.01)
+                continue
+            turn, index = waiting.pop(place)
+            trials[index].attempt(turn)
+            _make_room(trials, device)
+        stop_compiling()
     except CardLostError:
+        for trial in trials:
+            report(trial.result)
         raise
-    except Exception as error:  # a target that cannot be set up is a failed row, and the next one gets its turn
-        result.rows.append(Row(CURRENT, f"failed: {describe(error)}"))
-    finally:
-        report(result)
+    for trial in trials:
+        try:
+            trial.measure(rounds, deadline)
+        except Exception as error:  # for example no memory: the other targets are still measured
+            trial.result.rows.append(Row(CURRENT, f"failed: {describe(error)}"))
+        report(trial.result)
+        trial.release()
 
 
 def _all(rows: dict[str, Row]) -> list[str]:
@@ -306,55 +380,27 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
 
 
-def compile_part(targets: list[Target], device: torch.device, part: tuple[int, int], deadline: float) -> None:
-    """Runs every n-th candidate once, from the i-th, so that Triton's cache on disk has it; failures are not this
-    process's business."""
-    index, of = part
-    for target in targets:
-        with contextlib.suppress(Exception):
-            run, _ = target.make(device)
-            for candidate in target.candidates[index::of]:
-                if time.monotonic() < deadline:
-                    try_once(_called(run, target.attribute, candidate), None, Row(str(candidate)), device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def compile_ahead(arguments: Arguments, jobs: int) -> None:
-    """Starts the processes that compile, and waits for them for at most half of the budget."""
-    command = [sys.executable, __file__, *arguments.ops, "--only", arguments.only]
-    command += ["--budget-s", str(arguments.budget_s / 2)]
-    null = subprocess.DEVNULL
-    running = [subprocess.Popen([*command, "--part", str(i), str(jobs)], stdout=null, stderr=null) for i in range(jobs)]
-    deadline = time.monotonic() + arguments.budget_s / 2
-    for process in running:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def main() -> None:
     """Tunes the ops that the command line names."""
     arguments = tyro.cli(Arguments)
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ops = arguments.ops or known_ops()
-    targets = [t for op in ops for t in load_targets(op) if arguments.only in t.name]
+    wanted = arguments.only.split(",")
+    targets = [t for op in ops for t in load_targets(op) if any(text in t.name for text in wanted)]
     if not targets:
         raise SystemExit(f"error: --only {arguments.only!r}: no target of {', '.join(ops)} has that in its name")
+    deadline = started + arguments.budget_s
     if arguments.part is not None:
-        compile_part(targets, device, arguments.part, started + arguments.budget_s)
+        compile_part(targets, device, arguments.part, deadline, arguments.done)
         return
-    jobs = arguments.jobs or (min(8, (os.cpu_count() or 2) // 2) if device.type == "cuda" else 0)
-    if jobs > 1:
-        compile_ahead(arguments, jobs)
+    jobs = arguments.jobs or (min(14, max((os.cpu_count() or 2) - 2, 1)) if device.type == "cuda" else 0)
+    command = [sys.executable, __file__, *arguments.ops, "--only", arguments.only]
+    command += ["--budget-s", str(arguments.budget_s)]
+    compiling = CompileJobs(command, jobs) if jobs > 1 else None
     console = Console(width=None if sys.stdout.isatty() else 200)
     facts = {"environment": environment(device), "targets": []}
-    console.print(
-        f"{facts['environment']['card']}; {len(targets)} targets, compiled in {time.monotonic() - started:.0f} s"
-    )
+    console.print(f"{facts['environment']['card']}; {len(targets)} targets, {jobs} processes compile")
     if device.type != "cuda":
         console.print("There is no GPU here: these times show nothing about GPUs.")
 
@@ -365,18 +411,20 @@ def main() -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
 
-    for i, target in enumerate(targets):
-        left = started + arguments.budget_s - time.monotonic()
-        if left <= 0:
-            report(Result(target.name, target.attribute, target.bytes_moved, [Row(CURRENT, "left out: no time left")]))
-            continue
-        try:
-            tune(target, device, arguments.rounds, time.monotonic() + left / (len(targets) - i), report)
-        except CardLostError as error:
-            names = ", ".join(t.name for t in targets[i + 1 :]) or "nothing"
-            raise SystemExit(f"error: the GPU stopped at {target.name}, {error}; left out: {names}") from error
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    try:
+        if compiling is None:
+            tune(targets, device, arguments.rounds, deadline, report)
+        else:
+            tune(targets, device, arguments.rounds, deadline, report, compiling.compiled, compiling.stop)
+    except CardLostError as error:
+        raise SystemExit(f"error: the GPU stopped at {error}; nothing was timed") from error
+    finally:
+        if compiling is not None:
+            compiling.stop()
+    for fact in facts["targets"]:
+        missing = [row["choice"] for row in fact["rows"] if row["status"] == NO_TIME]
+        if missing:
+            console.print(f"left out, no time: {fact['name']}: {', '.join(missing)}", markup=False)
     if arguments.output is not None:
         console.print(f"wrote {arguments.output}")
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import tyro
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 tune: Any = importlib.import_module("tune")
+tune_compile: Any = importlib.import_module("tune_compile")
 interleaved = importlib.import_module("timing").interleaved
 Target = importlib.import_module("tuning.base").Target
 
@@ -44,7 +45,7 @@ def _target(toy: Any, *candidates: object, name: str = "toy 64 fp32") -> Any:
 
 def _tune(target: Any, deadline: float = math.inf) -> Any:
     results = []
-    tune.tune(target, CPU, 3, deadline, results.append)
+    tune.tune([target], CPU, 3, deadline, results.append)
     (result,) = results
     return result
 
@@ -66,7 +67,51 @@ def test_candidates_are_checked_timed_and_sorted(toy):
 def test_what_the_budget_left_out_is_said(toy):
     result = _tune(_target(toy, (2.0, 0.0)), deadline=time.monotonic() - 1)
     statuses = {row.choice: row.status for row in result.rows}
-    assert statuses == {"current": "ok", "(2.0, 0.0)": "left out: the time budget is used up"}
+    assert statuses == dict.fromkeys(["current", "(2.0, 0.0)"], "left out: the time budget is used up")
+
+
+def test_the_likeliest_candidates_of_all_targets_come_first(toy):
+    """The budget ends after four tries: both targets' current choice and first candidate."""
+    results, tried = [], []
+    targets = [_target(toy, (2.0, 0.0), (2.0, 0.001), name=name) for name in ("a", "b")]
+
+    class Clock:
+        """Time goes on by one second a try."""
+
+        def __init__(self) -> None:
+            self.attempt = tune.Trial.attempt
+
+        def __call__(self, trial: Any, turn: int) -> None:
+            tried.append((trial.result.name, turn))
+            self.attempt(trial, turn)
+
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune.Trial, "attempt", lambda trial, turn: clock(trial, turn))
+        patch.setattr(tune.time, "monotonic", lambda: float(len(tried)))
+        tune.tune(targets, CPU, 3, 4.0 + 2 * tune.TIMED_S, results.append)
+    assert tried[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and len(tried) < 6
+    for result in results:
+        statuses = {row.choice: row.status for row in result.rows}
+        assert statuses["current"] == statuses["(2.0, 0.0)"] == "ok"
+        assert all(row.timing for row in result.rows if row.status == "ok")
+    assert [row.status for row in results[1].rows].count(tune.NO_TIME) == 1
+
+
+def test_what_is_compiled_is_tried_while_the_rest_is_waited_for(toy):
+    tried, stopped = [], []
+    target = _target(toy, (2.0, 0.0), (2.0, 0.001))
+    ready = {(0, 0): 9, (1, 0): 1, (2, 0): 2}  # looks until another process has compiled it
+
+    def compiled(turn: int, index: int) -> bool:
+        ready[turn, index] -= 1
+        return ready[turn, index] < 0
+
+    attempt = tune.Trial.attempt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune.Trial, "attempt", lambda trial, turn: tried.append(turn) or attempt(trial, turn))
+        tune.tune([target], CPU, 3, math.inf, lambda result: None, compiled, lambda: stopped.append(list(tried)))
+    assert tried == [1, 2, 0] and stopped == [tried]
 
 
 def test_a_target_that_cannot_be_set_up_is_a_failed_row(toy):
@@ -98,12 +143,17 @@ def test_the_check_allows_roundings_and_nothing_else(factor):
 def test_the_command_line_writes_json(toy, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "load_targets", lambda op: [_target(toy, (2.0, 0.0)), _target(toy, name="other")])
     output = tmp_path / "results" / "tune.json"
-    monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--output", str(output), "--only", "toy 64", "--rounds", "3"])
+    monkeypatch.setattr(
+        sys, "argv", ["tune.py", "toy", "--output", str(output), "--only", "toy 64,none", "--rounds", "3"]
+    )
     tune.main()
     facts = json.loads(output.read_text())
     assert [t["name"] for t in facts["targets"]] == ["toy 64 fp32"] and facts["environment"]["torch"]
     printed = capsys.readouterr().out
-    assert "show nothing about GPUs" in printed and "toy_kernel.launch" in printed
+    assert "show nothing about GPUs" in printed and "toy_kernel.launch" in printed and "left out" not in printed
+    monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--budget-s", "0"])
+    tune.main()
+    assert "left out, no time: toy 64 fp32: current, (2.0, 0.0)" in capsys.readouterr().out
 
 
 def test_an_op_without_targets_is_refused():
@@ -129,35 +179,70 @@ def test_targets_name_launch_functions_that_exist(op):
         assert len({str(c) for c in target.candidates}) == len(target.candidates), target.name
 
 
-def test_processes_that_compile_run_their_share_once(toy, monkeypatch):
-    """Every candidate is in exactly one share, failing ones included, and the current choice in none."""
+def test_processes_that_compile_run_their_share_once(toy, monkeypatch, tmp_path):
+    """Every choice, the current one and failing ones included, is in exactly one share, in the order of trying."""
     seen = []
-    original = _target(toy, (2.0, 0.0), "no pair", (3.0, 0.0), (4.0, 0.0))
+    original = _target(toy, (2.0, 1.0), "no pair", (3.0, 0.0), (4.0, 0.0))
 
     def make(device: torch.device) -> Any:
-        return lambda: seen.append(toy.launch(64)) or toy.launch(64)[0], lambda: None
+        return lambda: seen.append(toy.launch(64)) or toy.launch(64)[0], lambda: 1 / 0
 
-    target = Target(original.name, original.attribute, original.candidates, make, 0)
-    monkeypatch.setattr(tune, "load_targets", lambda op: [target])
+    targets = [Target(name, original.attribute, original.candidates[:n], make, 0) for name, n in (("a", 4), ("b", 1))]
+    monkeypatch.setattr(tune, "load_targets", lambda op: targets)
+    shares = []
     for i in range(2):
-        monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--part", str(i), "2"])
+        monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--part", str(i), "2", "--done", str(tmp_path)])
         tune.main()
-    assert seen == [(2.0, 0.0), (3.0, 0.0), "no pair", (4.0, 0.0)]
+        shares.append(list(seen))
+        seen.clear()
+    current = (2.0, 0.0)
+    assert shares == [[current, (2.0, 1.0), "no pair", (4.0, 0.0)], [current, (2.0, 1.0), (3.0, 0.0)]]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{turn}-{i}" for turn, i in tune_compile.turns_of(targets)}
 
 
-def test_processes_that_compile_get_the_same_targets(monkeypatch):
-    commands = []
+class _Process:
+    """Stands in for subprocess.Popen; ends when it is killed."""
 
-    class Process:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            commands.append(command[2:])
+    started: ClassVar[list[Any]] = []
 
-        def wait(self, timeout: float) -> None:
-            assert timeout <= 30
+    def __init__(self, command: list[str], **_: Any) -> None:
+        self.command, self.killed = command, False
+        self.started.append(self)
 
-    monkeypatch.setattr(tune.subprocess, "Popen", Process)
-    tune.compile_ahead(tune.Arguments(ops=("rope", "swiglu"), only="16384", budget_s=60.0), 2)
-    parsed = [tyro.cli(tune.Arguments, args=command) for command in commands]
+    def poll(self) -> int | None:
+        return 1 if self.killed else None
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> None:
+        assert self.killed
+
+
+def test_processes_that_compile_get_the_same_targets_and_end(toy, monkeypatch):
+    monkeypatch.setattr(_Process, "started", [])
+    monkeypatch.setattr(tune_compile.subprocess, "Popen", _Process)
+    monkeypatch.setattr(tune, "load_targets", lambda op: [_target(toy, name="a 16384"), _target(toy, name="b 8192")])
+    arguments = ["rope", "swiglu", "--only", "16384,8192", "--budget-s", "0.5", "--jobs", "2"]
+    monkeypatch.setattr(sys, "argv", ["tune.py", *arguments])
+    tune.main()
+    assert all(process.killed for process in _Process.started)
+    parsed = [tyro.cli(tune.Arguments, args=process.command[2:]) for process in _Process.started]
     assert [(p.ops, p.only, p.part, p.budget_s) for p in parsed] == [
-        (("rope", "swiglu"), "16384", (i, 2), 30.0) for i in range(2)
+        (("rope", "swiglu"), "16384,8192", (i, 2), 0.5) for i in range(2)
     ]
+    assert parsed[0].done == parsed[1].done is not None and not parsed[0].done.exists()
+
+
+def test_a_choice_counts_as_compiled_when_nobody_is_left_to_do_it(monkeypatch):
+    monkeypatch.setattr(_Process, "started", [])
+    monkeypatch.setattr(tune_compile.subprocess, "Popen", _Process)
+    jobs = tune_compile.CompileJobs(["python", "tune.py"], 2)
+    done = tyro.cli(tune.Arguments, args=_Process.started[0].command[2:]).done
+    assert not jobs.compiled(1, 3)
+    (done / "1-3").touch()
+    assert jobs.compiled(1, 3) and not jobs.compiled(0, 0)
+    for process in _Process.started:
+        process.kill()
+    assert jobs.compiled(0, 0)
+    jobs.stop()
