@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -221,7 +221,7 @@ class _Process:
 
 def test_processes_that_compile_get_the_same_targets_and_end(toy, monkeypatch):
     monkeypatch.setattr(_Process, "started", [])
-    monkeypatch.setattr(tune_compile.subprocess, "Popen", _Process)
+    monkeypatch.setattr(tune_compile, "subprocess", SimpleNamespace(Popen=_Process, DEVNULL=None))
     monkeypatch.setattr(tune, "load_targets", lambda op: [_target(toy, name="a 16384"), _target(toy, name="b 8192")])
     arguments = ["rope", "swiglu", "--only", "16384,8192", "--budget-s", "0.5", "--jobs", "2"]
     monkeypatch.setattr(sys, "argv", ["tune.py", *arguments])
@@ -236,7 +236,7 @@ def test_processes_that_compile_get_the_same_targets_and_end(toy, monkeypatch):
 
 def test_a_choice_counts_as_compiled_when_nobody_is_left_to_do_it(monkeypatch):
     monkeypatch.setattr(_Process, "started", [])
-    monkeypatch.setattr(tune_compile.subprocess, "Popen", _Process)
+    monkeypatch.setattr(tune_compile, "subprocess", SimpleNamespace(Popen=_Process, DEVNULL=None))
     jobs = tune_compile.CompileJobs(["python", "tune.py"], 2)
     done = tyro.cli(tune.Arguments, args=_Process.started[0].command[2:]).done
     assert not jobs.compiled(1, 3)
