@@ -45,7 +45,7 @@ def multiply_dx(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -
         return
     total = dx if dx.dtype == torch.float32 else torch.empty_like(dx, dtype=torch.float32)
     for part in parts:
-        _multiply_in_fp32(dlogits[:, part], weight[part], total, first=part.start == 0)
+        multiply_in_fp32(dlogits[:, part], weight[part], total, first=part.start == 0)
     if total is not dx:
         dx.copy_(total)
 
@@ -53,11 +53,11 @@ def multiply_dx(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -
 def accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
     """dw (vocab, dim), fp32, (+)= dlogits (rows, vocab)ᵀ · x (rows, dim); written, not added to, where `first`."""
     for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
-        _multiply_in_fp32(dlogits[:, part].t(), x, dw[part], first)
+        multiply_in_fp32(dlogits[:, part].t(), x, dw[part], first)
 
 
-def _multiply_in_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, first: bool) -> None:
-    # out (+)= a · b for operands of any dtype
+def multiply_in_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, first: bool) -> None:
+    """out, fp32, (+)= a · b for operands of any dtype; written, not added to, where `first`."""
     if a.dtype == torch.float32 or not a.is_cuda:  # only CUDA multiplies 16-bit operands into fp32
         a, b = a.float(), b.float()
         if first:

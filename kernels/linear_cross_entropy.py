@@ -11,6 +11,8 @@ multiplication is the rounding of dW to its dtype. It writes in place because th
 second backward pass (retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by
 row) run the chunks again, a fourth multiplication, with the gradients known beforehand.
 
+A memory budget of few rows has the chunks cut the vocabulary instead: vocab_chunks.py.
+
 Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32. Floor: three multiplications,
 6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of logits, dx, dW.
 
@@ -33,9 +35,10 @@ from fuselm.kernels.cross_entropy import (
     row_weight,
 )
 from fuselm.kernels.cross_entropy_launchers import Options, launch_forward
-from fuselm.kernels.launch.linear_cross_entropy import chunk_rows, row_bytes
+from fuselm.kernels.launch.linear_cross_entropy import chunk_plan, row_bytes
 from fuselm.kernels.loss_scaling import launch_multiply, launch_weighted_sum
 from fuselm.kernels.strides import as_rows
+from fuselm.kernels.vocab_chunks import run_vocab_chunks
 
 
 def linear_cross_entropy_reference(
@@ -79,16 +82,30 @@ def _run_chunks(
     scale: torch.Tensor | None = None,
     grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss and lse of each row, dx (compute dtype), dw (fp32); gradients not asked for are empty. `scale`, `grad_lse`:
-    as in launch_forward."""
+    """Loss and lse of each row, dx (compute dtype), dw (see `_dw_dtype`); gradients not asked for are empty. `scale`,
+    `grad_lse`: as in launch_forward."""
     device = x.device
     (rows, dim), vocab = x.shape, weight.shape[0]
+    chunk, columns = chunk_plan(rows, vocab, dtype.itemsize, chunk_size, memory_budget, need_dw)
+    if columns:
+        with torch.autocast(device.type, enabled=False):
+            return run_vocab_chunks(
+                x.to(dtype),
+                weight.to(dtype),
+                targets,
+                options,
+                columns=columns,
+                want_lse=want_lse,
+                need_dx=need_dx,
+                dw_dtype=weight.dtype,
+                scale=scale,
+                grad_lse=grad_lse,
+            )
     loss, lse, lse_low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=dtype, device=device)
     dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=torch.float32, device=device)
     if rows == 0:
         return loss, lse, dx, dw.zero_()
-    chunk = min(chunk_size, rows) if chunk_size else chunk_rows(rows, vocab, dtype.itemsize, memory_budget)
     with torch.autocast(device.type, enabled=False):
         weight = weight.to(dtype)
         buffer = logits_buffer(chunk, vocab, dtype, device)
@@ -114,6 +131,16 @@ def _run_chunks(
             if need_dw:
                 accumulate_dw(dw, logits, x_part, first=start == 0)
     return loss, lse, dx, dw
+
+
+def _dw_dtype(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, chunk_size: int, memory_budget: int, need_dw: bool
+) -> torch.dtype:
+    # fp32, to which chunks of rows add; the weight's own from chunks of the vocabulary, each of which is complete
+    if chunk_size or not memory_budget:  # not to look at sizes that torch.compile may hold symbolic
+        return torch.float32
+    columns = chunk_plan(x.shape[0], weight.shape[0], dtype.itemsize, 0, memory_budget, need_dw).columns
+    return weight.dtype if columns else torch.float32
 
 
 def folds_count(dtype: torch.dtype) -> bool:
@@ -178,7 +205,8 @@ def _(
     rows, dim = x.shape
     dx = x.new_empty((rows if need_dx else 0, dim), dtype=dtype)
     loss = empty(rows) if reduction == "none" else empty()
-    return loss, empty(rows), empty(), dx, empty(weight.shape[0] if need_dw else 0, dim)
+    dw_dtype = _dw_dtype(x, weight, dtype, chunk_size, memory_budget, need_dw)
+    return loss, empty(rows), empty(), dx, x.new_empty((weight.shape[0] if need_dw else 0, dim), dtype=dw_dtype)
 
 
 @torch.library.custom_op("fuselm::linear_cross_entropy_backward", mutates_args=())
@@ -234,7 +262,8 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, dim), vocab = x.shape, weight.shape[0]
     dx = x.new_empty((rows if need_dx else 0, dim), dtype=dtype)
-    return dx, x.new_empty((vocab if need_dw else 0, dim), dtype=torch.float32)
+    dw_dtype = _dw_dtype(x, weight, dtype, chunk_size, memory_budget, need_dw)
+    return dx, x.new_empty((vocab if need_dw else 0, dim), dtype=dw_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -355,7 +384,9 @@ def linear_cross_entropy(
             computing the logits a second time where its gradient is used.
         chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 4096.
         memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
-            shrink with it: dx in the dtype of the multiplications, dweight in fp32.
+            shrink with it: dx in the dtype of the multiplications, dweight in fp32. Where only few rows of logits fit,
+            chunks of the vocabulary take their place: the logits are computed twice, dx is summed in fp32, and no
+            fp32 dweight exists.
         backend: "auto", "triton" or "reference"; the reference holds all logits.
 
     Returns:
