@@ -17,6 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
+# The files that take longest begin first: two workers then end at about the same time.
+LONGEST = (
+    "test_docs", "test_specs", "test_parallel_runs", "test_cross_entropy_numerics", "test_faults", "test_package",
+    "test_linear_cross_entropy", "test_cross_entropy", "test_bench_step_peers", "test_attention_hopper", "test_finetune",
+    "test_kill_and_resume", "test_attention", "test_rms_norm", "test_cross_entropy_vocab_parallel",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,7 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped += [item for item in items if item.get_closest_marker("slow")]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        left = set(dropped)
+        items[:] = [item for item in items if item not in left]
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))  # stable: the order within a file stays
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config) -> None:

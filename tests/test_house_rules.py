@@ -99,3 +99,14 @@ def test_nothing_syncs_or_autotunes_in_kernels():
         # numerics.py is for tests; adamw.py reads learning rates that lie on the host.
         allowed = {"item"} if path.name in ("numerics.py", "adamw.py") else set()
         assert not attributes & ({"item", "autotune", "full_tensor"} - allowed), path
+
+
+def test_the_longest_test_files_exist():
+    """Those that tests/conftest.py has begin first."""
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text())
+    named = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LONGEST"
+    )
+    assert set(named) <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
