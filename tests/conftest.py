@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The files that take longest begin first: two workers then end at about the same time.
 LONGEST = (
     "test_docs", "test_specs", "test_parallel_runs", "test_cross_entropy_numerics", "test_faults", "test_package",
-    "test_linear_cross_entropy", "test_cross_entropy", "test_bench_step_peers", "test_attention_hopper", "test_finetune",
-    "test_kill_and_resume", "test_attention", "test_rms_norm", "test_cross_entropy_vocab_parallel",
+    "test_linear_cross_entropy", "test_cross_entropy", "test_bench_step_peers", "test_attention_hopper",
+    "test_finetune", "test_kill_and_resume", "test_attention", "test_rms_norm", "test_cross_entropy_vocab_parallel",
 )  # fmt: skip
 
 
