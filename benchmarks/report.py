@@ -199,7 +199,8 @@ def curves_of(result: dict[str, Any]) -> list[Curve]:
         known = kernels in (COLOURS if row["ours"] else PEER_COLOURS)
         if row["status"] != "ok" or not known:
             continue
-        name = NAMES[kernels] if row["ours"] else kernels
+        own = "fuselm" if result.get("comparison") and kernels == "triton" else NAMES.get(kernels, kernels)
+        name = own if row["ours"] else kernels
         name += ", again" if row["again"] else ""
         name += f", {row['gpus']} GPUs" if row["gpus"] > 1 else ""
         style = STYLES.get(kernels, "-" if kernels == "triton" else "--")

@@ -97,7 +97,7 @@ def test_a_peer_that_wins_is_shown_as_one_that_loses_and_one_that_failed_stays(r
     assert "Our two runs differ by 4.0%" in text and "6·L·H·D·S instead of 12·L·H·D·S" in text
     curves = report.curves_of(result)
     assert [curve.name for curve in curves] == [
-        "kernels=triton", "hf", "torchtitan", "hf+compile", "kernels=triton, again",
+        "fuselm", "hf", "torchtitan", "hf+compile", "fuselm, again",
     ]  # fmt: skip
     report.picture([result], tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
