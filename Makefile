@@ -2,6 +2,7 @@
 # make test   sets up .venv and runs the tests (no GPU needed; on a GPU machine the gpu tests run too)
 # make test-all   the tests that take longest, too
 # make lint   ruff and pyright
+# make sanitize   every kernel under NVIDIA's compute-sanitizer, on a machine with a GPU and the CUDA toolkit
 #
 # PIP_TORCH says which torch to install, for example: make test PIP_TORCH="torch==2.13.0 triton==3.8.0"
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP_TORCH ?=
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint sanitize clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fuselm needs Python 3.11 or later")'
@@ -37,6 +38,9 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+sanitize: $(VENV)/.installed
+	$(BIN)/python benchmarks/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -34,7 +34,7 @@ def test_commands_for_a_gpu_are_parsed_by_their_program(command):
 
 
 def test_options_in_the_text_exist():
-    scripts = ("compare_kernels", "quick", "report", "bench_step")
+    scripts = ("compare_kernels", "quick", "report", "bench_step", "sanitize")
     modules = [importlib.import_module(script) for script in scripts]
     known: set[str] = {
         name.replace("_", "-") for module in modules for name in vars(module)["Arguments"].__annotations__
