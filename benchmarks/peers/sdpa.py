@@ -15,6 +15,8 @@ NAME = "SDPA"
 DISTRIBUTIONS = ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _BACKENDS = {"cuDNN (SDPA)": SDPBackend.CUDNN_ATTENTION, "FA2 (SDPA)": SDPBackend.FLASH_ATTENTION}
 
+FLASH_DEVICES = ("cuda",)  # where torch has the op
+
 
 def to_heads_first(packed: bool) -> Callable[[Any], Any]:
     """Our layout -> (batch, heads, seq, head_dim), as views; of packed tensors a batch of one."""
@@ -58,6 +60,8 @@ def _attention(backend: SDPBackend, inputs: dict[str, Any]) -> Call:
 def _flash_attention(inputs: dict[str, Any]) -> Call:
     """torch's FlashAttention-2 with borders of documents or a window, in our layout."""
     q, k, v, borders, longest = inputs["q"], inputs["k"], inputs["v"], None, inputs["q"].shape[1]
+    if q.device.type not in FLASH_DEVICES:
+        raise NotOfferedError(f"torch has FlashAttention-2's documents and windows on {FLASH_DEVICES}, not {q.device}")
     if is_packed(inputs):
         borders, longest = inputs["cu_seqlens_q"], max(document_sizes(inputs))
     lengths = (borders, borders, longest, longest)
