@@ -16,6 +16,7 @@ CPU; it shows that the comparison works and nothing about GPUs.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -44,6 +45,7 @@ from timing import card_state, copy_bandwidth, describe, environment, matmul_rat
 LOOK_S = 60.0  # between looks at the card's state, which nvidia-smi takes its time for
 COMPILE_SHARE = 0.4  # of the budget: a second of all processes saves several of this one
 FIRST_OPS = ("attention", "linear_cross_entropy", "cross_entropy")  # measured first: what is left out is the others
+ROW_LIMIT_S = 240.0  # no row takes as long, but one with a kernel that never ends, which nothing else would stop
 SHOWN = 5  # slowest tasks and rows that are printed
 
 
@@ -227,6 +229,8 @@ def compare(
         if time.monotonic() - started > arguments.budget_s:
             facts["left_out"].append(row.name)
         else:
+            print(f"{row.name} ...", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(ROW_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr)
             run = RowRun(row, dtype, device, ceilings, arguments.rounds)
             for result in run.run(chosen_makers(peers, row, arguments.providers)):
                 facts["rows"].append(dataclasses.asdict(result))
@@ -235,6 +239,7 @@ def compare(
             facts["row_seconds"][row.name] = {part: round(s, 2) for part, s in run.seconds.items()}
             del run
             lost = _lost(device)
+            faulthandler.cancel_dump_traceback_later()
             if not lost:
                 release(device)
         if lost:

@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import itertools
 import json
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +170,29 @@ def test_a_card_that_is_lost_ends_the_run_and_leaves_what_was_measured(monkeypat
     facts = json.loads(output.read_text())
     assert [r["op"] for r in facts["rows"]] == ["cross_entropy"]
     assert facts["left_out"] == ["linear_cross_entropy 9x16x37"] and "illegal memory access" in facts["card_lost"]
+
+
+def test_a_kernel_that_never_ends_does_not_hold_the_gpu(tmp_path):
+    """The process ends itself, says in which row, and leaves the file of the rows before."""
+    output = tmp_path / "kernels.json"
+    script = f"""
+import sys, time
+sys.path[:0] = {[str(Path(compare_kernels.__file__).parent), str(Path(compare_kernels.__file__).parents[1] / "src")]!r}
+import compare_kernels, torch
+from peers import eager
+from rows import TINY_ROWS
+compare_kernels.ROW_LIMIT_S = 1.0
+run, rows = compare_kernels.RowRun.run, [row for row in TINY_ROWS if row.op in ("swiglu", "rope")]
+compare_kernels.RowRun.run = lambda self, makers: time.sleep(60) if self.row is rows[1] else run(self, makers)
+peers = compare_kernels.Peers({{row.op: {{"eager": eager.maker(row.op)}} for row in rows}})
+options = compare_kernels.Arguments(output=compare_kernels.Path({str(output)!r}), rounds=2, tiny=True)
+compare_kernels.compare(options, rows, torch.device("cpu"), torch.float32, time.monotonic(), peers)
+"""
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and time.monotonic() - began < 50 and "Timeout" in ended.stderr
+    assert ended.stderr.index("rope 2x5") < ended.stderr.index("Timeout")
+    assert {r["op"] for r in json.loads(output.read_text())["rows"]} == {"swiglu"}
 
 
 def test_a_call_that_fails_while_timed_does_not_end_the_run():
