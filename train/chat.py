@@ -16,7 +16,7 @@ from typing import Annotated
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+from fuselm.train.errors import UserError, command, end_on_interrupt, raise_on_interrupt, report
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -149,6 +149,7 @@ def talk(conversation: Conversation, *, stats: bool) -> None:
             print(conversation.meter, file=sys.stderr)
 
 
+@command
 def main(given: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
     raise_on_interrupt()

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report, warn
+from fuselm.train.errors import UserError, command, end_on_interrupt, raise_on_interrupt, report, warn
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -134,6 +134,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
 }
 
 
+@command
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 1 for damage, 2 after an error of the user's, 130 when interrupted."""
     raise_on_interrupt()

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import select
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from io import TextIOWrapper
+from typing import Protocol
+
+
+class Main(Protocol):
+    """A program's entry point: its arguments, or those of the process; returns the exit code."""
+
+    def __call__(self, args: Sequence[str] | None = None, /) -> int: ...
 
 
 class UserError(Exception):
@@ -29,8 +41,14 @@ def raise_on_interrupt() -> None:
 
 def warn(text: str) -> None:
     """Print `warning: ...` on one line of stderr, on rank 0 only."""
+    _complain("warning: ", text)
+
+
+def _complain(kind: str, text: str) -> None:
+    # What is under way does not end because the disk with its log is full, or nobody reads along any more.
     if os.environ.get("RANK", "0") == "0":
-        print("warning: " + " ".join(text.split()), file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(kind + " ".join(text.split()), file=sys.stderr, flush=True)
 
 
 def in_words(error: OSError) -> str:
@@ -47,6 +65,50 @@ def report(error: BaseException | str) -> int:
     Returns:
         The exit code for bad input, 2.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    _complain("error: ", str(error))
     return 2
+
+
+def command(main: Main) -> Main:
+    """Makes a program's `main` end with a line, too, where the operating system refuses something.
+
+    A path that may not be looked at or is too long, a full disk behind stdout: one line and 2. A reader of stdout that
+    has gone, as `| head` does: silence and 141, as SIGPIPE would give. Letters that stdout has no code for are
+    replaced; bytes of stdin that are no text come in as lone surrogates, which are refused where text is encoded.
+    """
+
+    @functools.wraps(main)
+    def guarded(args: Sequence[str] | None = None) -> int:
+        for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors=errors)
+        try:
+            code = main(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            gone = isinstance(error, BrokenPipeError) and _reader_is_gone()
+            code = 141 if gone else report(f"reading or writing failed: {in_words(error)}")
+            _drop_output()
+        return code
+
+    return guarded
+
+
+def _reader_is_gone() -> bool:
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):  # no stdout, or none of the operating system's
+        return False
+    return bool(poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Where stdout takes nothing any more: the interpreter would try once more at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

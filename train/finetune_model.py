@@ -73,7 +73,8 @@ def open_base(path: Path, device: torch.device) -> Base:
     if (path / ADAPTER).is_dir():
         raise UserError(f"{path} holds an adapter only: start from its base, or fine-tune it with --merge first")
     if not path.is_dir():
-        raise UserError(f"{path} does not exist: expected a run folder or a Hugging Face folder")
+        wrong = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {wrong}: expected a run folder or a Hugging Face folder")
     try:
         is_run = "model_type" not in read_json(path / "config.json")
         config = config_from_json(path).model if is_run else config_from_hf(path / "config.json")

@@ -20,7 +20,7 @@ from typing import Annotated
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+from fuselm.train.errors import UserError, command, end_on_interrupt, raise_on_interrupt, report
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -203,6 +203,7 @@ class Arguments:
     """Token that begins each document, if the data was prepared with one."""
 
 
+@command
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 130 when interrupted."""
     try:

@@ -21,7 +21,7 @@ from typing import Annotated
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, in_words, raise_on_interrupt, report
+from fuselm.train.errors import UserError, command, end_on_interrupt, in_words, raise_on_interrupt, report
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -102,6 +102,7 @@ def _style(kind: str) -> str:
     )
 
 
+@command
 def main(args: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, or 2 after an error of the user's."""
     raise_on_interrupt()
