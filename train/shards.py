@@ -347,7 +347,11 @@ def _partial_folder(parent: Path, prefix: str, job: str | None) -> tuple[Path, i
         partial = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         found = partial, _lock(partial, block=False)
         if job is not None:
-            (partial / JOB_FILE).write_text(job, encoding="utf-8")
+            try:
+                (partial / JOB_FILE).write_text(job, encoding="utf-8")
+            except OSError:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
     return found
 
 

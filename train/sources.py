@@ -13,6 +13,8 @@ import hashlib
 import importlib
 import json
 import lzma
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from fuselm.train.documents import Document, cut_pieces
-from fuselm.train.errors import UserError
+from fuselm.train.errors import UserError, in_words
 from fuselm.train.shards import Unfinished
 
 READ_BYTES = 1 << 20
@@ -119,22 +121,28 @@ class FileSource:
     """The text files below a folder (or one file), in the order of their names; each file is a part.
 
     Args:
-        path: a folder, searched through all its subfolders, or one file with a name that ends in one of `SUFFIXES`.
+        path: a folder, searched through all its subfolders, links to folders too, each folder once; or one file. What
+            has a name that ends in one of `SUFFIXES` is text.
         text_key: the key of the text in a JSON line, or its column in a Parquet file.
 
     Raises:
-        UserError: the path is missing, holds no text file, or a package to read it is not installed.
+        UserError: the path is missing, holds no text file, or something that cannot be read: a folder or file without
+            permission, a link to nowhere; or a package to read it is not installed.
     """
 
     def __init__(self, path: Path, *, text_key: str = "text") -> None:
-        if not path.exists():
-            raise UserError(f"source {path} does not exist")
-        if path.is_dir():
-            self.files = sorted(f for f in path.rglob("*") if f.name.endswith(SUFFIXES) and f.is_file())
-            names = [f.relative_to(path).as_posix() for f in self.files]
-        else:
-            self.files = [path] if path.name.endswith(SUFFIXES) else []
-            names = [path.name]
+        try:
+            if not path.exists():
+                raise UserError(f"source {path} does not exist")
+            folder = path.is_dir()
+            self.files = sorted(_files_below(path)) if folder else [path] if path.name.endswith(SUFFIXES) else []
+            stats = [f.stat() for f in self.files]
+        except OSError as error:
+            raise UserError(f"source {path} cannot be read: {in_words(error)}") from error
+        names = [f.relative_to(path).as_posix() if folder else f.name for f in self.files]
+        for file, status in zip(self.files, stats, strict=True):
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"source {file} is not a regular file, so that it cannot be read more than once")
         if not self.files:
             raise UserError(f"source {path} holds no text: expected files ending in {', '.join(SUFFIXES)}")
         self.path, self.text_key = path, text_key
@@ -143,7 +151,6 @@ class FileSource:
                 optional_module("pyarrow.parquet", f"reading {file}")
             elif file.suffix == ".zst":
                 _zstd_decoder(file)
-        stats = [f.stat() for f in self.files]
         self._sizes = [s.st_size for s in stats]
         self.parts = len(self.files)
         self._before = [0, *accumulate(self._sizes)]
@@ -311,6 +318,23 @@ def text_document(record: Any, text_key: str, origin: str, number: int) -> Docum
         raise UserError(f"{origin} holds half of a surrogate pair at character {error.start}") from error
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
     return Document(origin, number, len(data), digest, cut_pieces([text]))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The text files of a folder and its subfolders; raises OSError rather than leave out what it cannot see."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above, or a second one to the same
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders.sort()
+        yield from (Path(place, name) for name in files if name.endswith(SUFFIXES))
 
 
 def _lines(file: Path, raw: BinaryIO) -> Iterator[bytes]:

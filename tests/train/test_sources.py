@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import importlib
@@ -201,3 +202,42 @@ def test_config_and_split_are_for_datasets(tmp_path: Path) -> None:
     for name in ("config", "split"):
         with pytest.raises(UserError, match=rf"{name} 'en' belongs to a dataset \(hf:NAME\)"):
             open_source(tmp_path, **{name: "en"})
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    texts, other = tmp_path / "texts", tmp_path / "other"
+    (texts / "b").mkdir(parents=True)
+    other.mkdir()
+    (texts / "b" / "1.txt").write_text("one")
+    (other / "2.txt").write_text("two")
+    for link, target in (("a", other), ("c", other), ("b/up", texts), ("b/self", texts / "b" / "self")):
+        (texts / link).symlink_to(target)
+    source = FileSource(texts)
+    assert [f.relative_to(texts).as_posix() for f in source.files] == ["a/2.txt", "b/1.txt"]
+    assert [read(source, part) for part in range(source.parts)] == [["two"], ["one"]]
+
+
+@pytest.mark.parametrize("kind", ["link to nowhere", "link to itself", "pipe", "pipe itself", "closed folder"])
+def test_text_that_cannot_be_read_is_not_left_out(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    odd = tmp_path / "sub" / "b.txt"
+    odd.parent.mkdir()
+    if kind == "closed folder":  # a superuser's tests may read all, so that taking away permissions is not enough
+        scandir = os.scandir
+
+        def refuse(place: str) -> Any:
+            if Path(place) == odd.parent:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+            return scandir(place)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+    elif "pipe" in kind:
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to(odd if "itself" in kind else "nowhere.txt")
+    place = odd if kind == "pipe itself" else tmp_path
+    with pytest.raises(UserError, match=f"source .*({odd}|{odd.parent})") as error:
+        FileSource(place)
+    reasons = {"nowhere": errno.ENOENT, "itself": errno.ELOOP, "folder": errno.EACCES}
+    reason = next((os.strerror(code) for word, code in reasons.items() if kind.endswith(word)), "not a regular file")
+    assert ("not a regular file" if "pipe" in kind else reason) in str(error.value)
