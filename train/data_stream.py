@@ -9,6 +9,7 @@ Rogaway, "Ciphers with arbitrary finite domains", 2002): it needs no memory, and
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from fuselm.train.tokenizer import tokenizer_hash
 __all__ = ["Batch", "DataError", "DataStream", "TokenDataset", "permuted"]
 
 _ROUNDS = 6
+_SAMPLES, _SAMPLE = 256, 64  # places, and tokens at each: few enough to be read at every start
 _MASK64 = (1 << 64) - 1
 # Positions that are permuted at once and kept: numpy takes about as long for one element as for thousands.
 _BLOCK = 4096
@@ -132,6 +134,14 @@ class TokenDataset:
         if split not in index.get("splits", {}):
             raise DataError(f"{path} has no split {split!r}; it has {', '.join(index.get('splits', {})) or 'none'}")
         return cls(path, split, index)
+
+    def sample_digest(self) -> str:
+        """A hash of tokens from all over the split: other text, or another order of documents, gives another one."""
+        places = np.linspace(0, max(self.num_tokens - _SAMPLE, 0), _SAMPLES).astype(np.int64)
+        digest = hashlib.blake2b(digest_size=16)
+        for start in places.tolist():
+            digest.update(self.read(start, min(_SAMPLE, self.num_tokens)).astype("<u4").tobytes())
+        return digest.hexdigest()
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) of the split.

@@ -68,4 +68,5 @@ def data_position(config: TrainConfig, dataset: TokenDataset) -> dict[str, Any]:
         "data.packing": config.data.packing,
         "tokenizer": dataset.tokenizer_hash,
         "tokens of the training data": dataset.num_tokens,
+        "digest of the training data": dataset.sample_digest(),
     }

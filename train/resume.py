@@ -66,6 +66,8 @@ def find_checkpoint(config: TrainConfig, position: dict[str, Any], world: World)
                 f"checkpoint.resume: {run} goes on to {newest.name}; to branch off at {found.name}, "
                 "give the new run another --name"
             )
+        if newest is not None and found.resolve() == newest.resolve():
+            found = newest  # by whatever path it was named, the run goes on in its folder
     if found is not None:
         manifest = world.from_main(lambda: checkpointing.read_manifest(found))
         world.together(lambda: _compare(found, manifest, config, position))
@@ -111,7 +113,7 @@ def go_on_with_batch(config: TrainConfig, ranks: int) -> TrainConfig:
 def _compare(checkpoint: Path, manifest: dict[str, Any], config: TrainConfig, position: dict[str, Any]) -> None:
     now = json.loads(to_json(config))["model"]
     pairs = [(f"model.{k}", manifest["config"]["model"].get(k), now[k]) for k in _SHAPE]
-    pairs += [(k, manifest["position"].get(k), v) for k, v in position.items()]
+    pairs += [(k, manifest["position"][k], v) for k, v in position.items() if k in manifest["position"]]
     for name, before, after in pairs:
         if before != after:
             raise UserError(

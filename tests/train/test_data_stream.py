@@ -174,6 +174,19 @@ def test_facts_of_a_dataset(counting: TokenDataset) -> None:
     assert counting.borders.tolist() == [0, 1003]
 
 
+def test_digest_is_of_the_text_and_its_order(tmp_path: Path) -> None:
+    texts = [list(range(i, i + 200)) for i in range(0, 4000, 200)]
+    swapped = [*texts[:7], texts[8], texts[7], *texts[9:]]
+
+    def digest(name: str, documents: list[list[int]], **more: int) -> str:
+        return TokenDataset.open(write_dataset(tmp_path / name, documents, **more), "train").sample_digest()
+
+    usual = digest("usual", texts)
+    assert digest("shards", texts, shard_tokens=999) == digest("uint32", texts, vocab=70_000) == usual
+    others = [digest("swapped", swapped), digest("shorter", texts[:-1]), digest("three", [[1, 2, 3]])]
+    assert len({usual, digest("one", [[1]]), *others}) == 5
+
+
 def test_document_borders(tmp_path: Path) -> None:
     lengths = [3, 1, 6, 10, 2, 8, 1, 1, 9]
     folder = write_dataset(tmp_path / "data", [[7] * (n - 1) + [0] for n in lengths], shard_tokens=16)
