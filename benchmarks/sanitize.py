@@ -43,6 +43,7 @@ REFUSAL = re.compile(
 )
 WORKERS = 3  # processes that compile
 COMPILE_SHARE = 0.4  # of the time
+LAUNCH_S = 60  # that the tool waits for the program's first call of CUDA; it imports torch before
 PLACES = (
     "/usr/local/cuda*/bin/compute-sanitizer",
     "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
@@ -198,8 +199,9 @@ def check(
         if reading.refused_in == next(iter(reading.found), ""):
             refused += 1
         if not reading.found or (reading.refusal and (not reading.refused_in or refused > 1)):
-            said = [*reading.before[1:], *(line.strip() for line in lines if not line.startswith(PREFIX)), ended]
-            words = reading.refusal or next((w for w in said[::-1] if w), "it printed nothing")
+            errors = [words for words in reading.before if words.startswith("Error")]
+            others = [line.strip() for line in lines if not line.startswith(PREFIX) and line.strip()]
+            words = reading.refusal or " ".join(errors) or ended or " ".join(others[-1:]) or "it printed nothing"
             return results | dict.fromkeys(left, f"refused: {words}")
         checked = list(reading.found)
         if reading.refused_in:
@@ -254,6 +256,7 @@ def sanitize(arguments: Arguments, program: str, names: Sequence[str]) -> dict[t
 
     def run_tool(tool: str) -> dict[str, str]:
         prefix = [program, "--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
+        prefix += ["--launch-timeout", str(LAUNCH_S)]
         # The control is one for memcheck: racecheck looks at shared memory.
         chosen = [name for name in names if tool == "memcheck" or name != CONTROL]
 

@@ -92,7 +92,8 @@ def test_errors_belong_to_the_case_that_was_running_and_the_next_process_goes_on
     ("lines", "words"),
     [
         ([BANNER, REFUSAL, *_case("norm"), *_case("loss"), *_case("last")], "Device not supported"),
-        ([BANNER, "========= Error: Target application terminated before first instrumented API call"], "Target appl"),
+        ([BANNER, "========= Error: Target terminated before its first call", "========= Hint: try x"], "Target term"),
+        ([BANNER, "Traceback", "ImportError: no module"], "ImportError"),
         ([*_case("norm"), *_case("loss"), *_case("last")], "printed nothing of its own"),
         (["bash: compute-sanitizer: permission denied"], "permission denied"),
     ],
@@ -154,7 +155,8 @@ def test_a_program_between_runs_the_cases_and_its_output_is_kept(monkeypatch, tm
     """A stand-in for compute-sanitizer that runs the command behind its options, and one for the cases."""
     tool = tmp_path / "tool"
     tool.write_text(
-        f"#!{sys.executable}\nimport subprocess, sys\nat = sys.argv.index('no') + 1\nprint('{BANNER}', flush=True)\n"
+        f"#!{sys.executable}\nimport subprocess, sys\nprint('{BANNER}', flush=True)\n"
+        "at = sys.argv.index('--launch-timeout') + 2\n"
         "subprocess.run(sys.argv[at:])\nprint('========= ERROR SUMMARY: 0 errors')\n"
     )
     tool.chmod(0o755)
