@@ -6,9 +6,9 @@
 
 Of bench_step.py's files with peers it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png
 (loss curves and speed), of those without steps_own.md and steps_own.png; of compare_kernels.py's OUTPUT/kernels.md (the
-summary), OUTPUT/kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. It prints the tables
-and puts them into the pages, each between its two markers. --compare takes two files of compare_kernels.py and exits
-with 1 if a row of the new one is slower, takes more memory or fails: the regression gate.
+summary), OUTPUT/kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. It prints
+the tables and puts them into the pages, each between its two markers. --compare takes two files of compare_kernels.py
+and exits with 1 if a row of the new one is slower, takes more memory or fails: the regression gate.
 """
 
 from __future__ import annotations
