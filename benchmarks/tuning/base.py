@@ -15,7 +15,8 @@ class Target:
 
     Attributes:
         name: op, direction, shape and dtype, for the table: "rms_norm backward 16384x4096 bf16".
-        attribute: the launch function as the kernel's module sees it: "fuselm.kernels.rms_norm_launchers.backward_launch".
+        attribute: the launch function as the module that calls it sees it:
+            "fuselm.kernels.rms_norm_launchers.backward_launch".
         candidates: launch values to try, the likeliest first; tune.py puts a function that returns one of them in the
             attribute's place.
         make: device -> (run, reference). `run` is what is timed and gives the tensor or tensors that are checked;
@@ -30,3 +31,15 @@ class Target:
     candidates: tuple[Any, ...]
     make: Callable[[torch.device], tuple[Callable[[], Any], Callable[[], Any]]]
     bytes_moved: int
+
+
+CHECKED_ROWS = 256
+
+
+def some_rows(rows: int) -> slice:
+    """The rows whose outputs are compared, about CHECKED_ROWS: a reference of all of them would take longer than the
+    tuning. A view, so that `run` launches nothing for it; the step is odd, so that the rows begin at every distance
+    from a 16-byte border and lie in many programs; the last row, where masks matter most, is one of them.
+    """
+    step = max(rows // CHECKED_ROWS, 1) | 1
+    return slice((rows - 1) % step, None, step)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tuning.base import Target
+from tuning.base import Target, some_rows
 
-from fuselm.kernels.launch.rms_norm import RmsNormLaunch, SumLaunch, split_width
+from fuselm.kernels.launch.rms_norm import RmsNormLaunch, SumLaunch
+from fuselm.kernels.rms_norm_launchers import launch_backward, launch_forward
 
 SMS = 132
 EPS = 1e-6
@@ -26,155 +26,185 @@ def _weight(n: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, n, device=device).bfloat16()
 
 
-def _forward_reference(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rstd = torch.rsqrt(h.float().square().mean(-1, keepdim=True) + EPS)
-    return h.float() * rstd * weight.float(), rstd.squeeze(-1)
-
-
 def _forward(rows: int, n: int, residual: bool, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     x, r = _tensors(rows, n, device, 2)
     weight = _weight(n, device)
-    ops = torch.ops.fuselm
-    if residual:
-        h = (x.float() + r.float()).bfloat16()
+    some = some_rows(rows)
 
-        def reference() -> tuple[torch.Tensor, torch.Tensor, None]:
-            return _forward_reference(h, weight)[0], h, None  # rstd depends on how each rounds h
+    def run() -> tuple[torch.Tensor, ...]:
+        y, h, rstd = launch_forward(x, r if residual else None, weight, EPS, 0.0)
+        return y[some], h[some] if residual else rstd[some]
 
-        return lambda: ops.add_rms_norm_forward(x, r, weight, EPS), reference
-    return lambda: ops.rms_norm_forward(x, weight, EPS), lambda: _forward_reference(x, weight)
+    def reference() -> tuple[torch.Tensor, ...]:
+        h = (x[some].float() + r[some].float()).bfloat16() if residual else x[some]
+        rstd = torch.rsqrt(h.float().square().mean(-1, keepdim=True) + EPS)
+        y = h.float() * rstd * weight.float()
+        return (y, h) if residual else (y, rstd.squeeze(-1))
+
+    return run, reference
 
 
 def _backward(rows: int, n: int, residual: bool, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     x, dy, upstream = _tensors(rows, n, device, 3)
     dh = upstream if residual else None
     weight = _weight(n, device)
-    rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+    rstd = torch.rsqrt(torch.cat([part.float().square().mean(-1) for part in x.split(4096)]) + EPS)
+    some = some_rows(rows)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = launch_backward(dy, dh, x, weight, rstd, EPS, 0.0, True)
+        return dx[some], dw
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
-        x_hat = x.float() * rstd[:, None]
-        g = dy.float() * weight.float()
-        dx = rstd[:, None] * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+        x_hat = x[some].float() * rstd[some, None]
+        g = dy[some].float() * weight.float()
+        dx = rstd[some, None] * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
         if dh is not None:
-            dx += dh.float()
-        return dx, (dy.float() * x_hat).sum(0)
+            dx += dh[some].float()
+        parts = zip(dy.split(4096), x.split(4096), rstd.split(4096), strict=True)  # dw needs every row
+        return dx, torch.stack([(a.float() * b.float() * c[:, None]).sum(0) for a, b, c in parts]).sum(0)
 
-    return lambda: torch.ops.fuselm.rms_norm_backward(dy, dh, x, weight, rstd, EPS, 0.0, True), reference
-
-
-def _shapes(n: int) -> list[tuple[int, int]]:
-    """Ways to cover a row with blocks."""
-    whole = max(1 << (n - 1).bit_length(), 16)
-    return list(dict.fromkeys([split_width(n), (whole, 0)]))
+    return run, reference
 
 
-# (rows a program, elements a thread) of rows shorter than a warp's vectors
-_SHORT = ((16, 16), (32, 16), (8, 8), (16, 8), (32, 32), (4, 16), (8, 16), (64, 32))
-
-
-def _unaligned(n: int, resident: tuple[int, ...]) -> list[RmsNormLaunch]:
-    """Launches of the form for dense rows that start anywhere; resident: warps a multiprocessor."""
-    if n % 8 == 0:
-        return []
-    main = 1 << (n // 8 * 8 - 1).bit_length()
-    tail = 0 if main >= n else 16
-    return [
-        RmsNormLaunch(1, main, tail, warps, SMS * max(1, count // warps) // 8 * 8, stages, unaligned=True)
-        for warps in (main // 256, main // 512, main // 1024)
-        for count in resident
-        for stages in (3, 1, 2)
-    ]
-
-
-def _forward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
-    found = _unaligned(n, (32, 48))
-    for main, tail in _shapes(n):
-        for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 32), (1, 8), (2, 16), (4, 16), (2, 32)):
-            warps = rows * main // (32 * per_thread)
-            if 1 <= warps <= 32 and (rows == 1 or main <= 4096):
-                found.append(RmsNormLaunch(rows, main, tail, warps))
-                if rows == 1 and per_thread >= 16:
-                    programs = SMS * max(1, 32 // warps)
-                    found += [RmsNormLaunch(1, main, tail, warps, programs, stages) for stages in (1, 3)]
-    return tuple(found)
-
-
-def _backward_candidates(n: int) -> tuple[RmsNormLaunch, ...]:
-    found = _unaligned(n, (32, 16))
-    aligned = n % 8 == 0
-    for main, tail in _shapes(n):
-        for rows, per_thread in _SHORT if n <= 256 else ((1, 16), (1, 8), (1, 32), (2, 16), (4, 16)):
-            warps = rows * main // (32 * per_thread)
-            if not 1 <= warps <= 32 or (rows > 1 and main > 2048) or (n <= 256 and warps > 8):
-                continue
-            for stages in (3, 1, 2, 4) if aligned else (1,):
-                # About 16 warps a multiprocessor is what the registers of 16 elements a thread allow.
-                for resident in (16, 24) if per_thread < 32 else (8, 12):
-                    programs = SMS * max(1, resident // warps)
-                    found.append(RmsNormLaunch(rows, main, tail, warps, programs, stages))
-    found.append(dataclasses.replace(found[0], recompute_rstd=True))
-    return tuple(dict.fromkeys(found))[:40]
-
-
-_WIDE_FORWARD = tuple(RmsNormLaunch(1, block, 0, warps) for block, warps in ((16384, 32), (8192, 32), (8192, 16)))
-_WIDE_BACKWARD = tuple(
-    RmsNormLaunch(rows, block, 0, warps, SMS * per_sm)
-    for rows, block, warps, per_sm in (
-        (1, 8192, 16, 1),
-        (1, 8192, 32, 1),
-        (1, 4096, 16, 2),
-        (1, 4096, 8, 2),
-        (2, 4096, 16, 1),
-        (2, 8192, 16, 1),
-        (2, 4096, 8, 2),
-        (4, 2048, 8, 2),
+# What each shape tries, the likeliest first; the reasons, on an H200:
+# - Loading the weight late takes 57 registers a thread instead of 80 at 32 elements: four programs of 8,192 an SM
+#   instead of three, nine of 4,096 instead of six. The times by bytes in flight (48 KB an SM 0.070, 40 KB 0.072, 32 KB
+#   0.088) say that more rows in flight are what is missing.
+# - "evict_first" on what is read leaves L2 to what is written.
+# - Rows that start anywhere: the narrow loads of their ends wait for memory in each row, and the programs of the
+#   current form need 96 and 112 registers, so that half of the grid waits for the other half.
+def _late(
+    n: int, warps: int, rows: int = 1, tail: int = 0, registers: int = 0, read_once: bool = False
+) -> RmsNormLaunch:
+    return RmsNormLaunch(
+        rows,
+        n,
+        tail,
+        warps,
+        late_weight=True,
+        eviction="evict_first" if read_once else "",
+        max_registers=registers,
     )
-)
+
+
+def _window(warps: int, programs: int, stages: int, registers: int = 0) -> RmsNormLaunch:
+    return RmsNormLaunch(1, 4096, 16, warps, programs, stages, unaligned=True, window=True, max_registers=registers)
+
+
+_FORWARD = {
+    (8192, 8192): (
+        _late(8192, 8),
+        _late(8192, 8, read_once=True),
+        _late(8192, 8, registers=48),
+        _late(8192, 16, registers=32),
+        _late(8192, 16),
+        RmsNormLaunch(1, 8192, 0, 8, eviction="evict_first"),
+    ),
+    (65536, 768): (
+        _late(1024, 2, 2),
+        RmsNormLaunch(2, 1024, 0, 2),
+        _late(512, 1, 2, 256),
+        _late(1024, 2, 2, read_once=True),
+        _late(1024, 4, 4),
+        _late(512, 1, 1, 256, read_once=True),
+    ),
+    (16384, 4096): (
+        _late(4096, 4),
+        _late(4096, 4, read_once=True),
+        _late(4096, 8),
+        _late(4096, 8, 2),
+        RmsNormLaunch(1, 4096, 0, 4, eviction="evict_first"),
+    ),
+    (32768, 2048): (
+        _late(2048, 2),
+        _late(2048, 4),
+        _late(2048, 2, read_once=True),
+        _late(2048, 4, 2),
+    ),
+    (16384, 4097): (
+        _window(8, SMS * 4, 3, 64),
+        _window(16, SMS * 2, 3),
+        _window(8, SMS * 4, 2, 64),
+        RmsNormLaunch(1, 4096, 16, 8, SMS * 2, 3, unaligned=True),
+        RmsNormLaunch(1, 4096, 16, 16, SMS * 2, 3, unaligned=True),
+        _late(4096, 4, 1, 16),
+    ),
+    (16384, 5120): (_late(4096, 4, 1, 1024), _late(4096, 8, 1, 1024)),
+}
+_ADD_FORWARD = {
+    (16384, 4096): (
+        _late(4096, 8),
+        _late(4096, 8, read_once=True),
+        _late(4096, 16),
+        _late(4096, 4),
+        _late(4096, 16, 2),
+        _late(4096, 4, read_once=True),
+    ),
+    (16384, 4097): (
+        _window(16, SMS * 2, 3, 64),
+        _window(8, SMS * 2, 3),
+        _window(16, SMS * 2, 2, 64),
+    ),
+}
+_BACKWARD = {
+    (16384, 4097): (
+        _window(8, SMS * 2, 3, 128),
+        _window(16, SMS // 8 * 8, 3),
+        RmsNormLaunch(1, 4096, 16, 16, SMS // 8 * 8, 3, unaligned=True),
+        _window(8, SMS * 2, 2, 128),
+        _window(16, SMS // 8 * 8, 4),
+        RmsNormLaunch(1, 4096, 16, 8, SMS * 2, 3, unaligned=True, max_registers=128),
+    ),
+    (16384, 4096): (
+        RmsNormLaunch(1, 4096, 0, 16, SMS, 4),
+        RmsNormLaunch(1, 4096, 0, 4, SMS * 2, 3),
+        RmsNormLaunch(1, 4096, 0, 8, SMS * 2, 3, max_registers=120),
+    ),
+    (65536, 768): (
+        RmsNormLaunch(1, 1024, 0, 2, SMS * 8, 3),
+        RmsNormLaunch(1, 512, 256, 2, SMS * 10, 3),
+        RmsNormLaunch(2, 512, 256, 4, SMS * 4, 3),
+    ),
+    (1, 4096): (RmsNormLaunch(1, 4096, 0, 16, 1), RmsNormLaunch(1, 4096, 0, 4, 1), RmsNormLaunch(1, 4096, 0, 8, SMS)),
+    (4096, 16384): (RmsNormLaunch(2, 8192, 0, 16, SMS), RmsNormLaunch(2, 4096, 0, 16, SMS)),
+}
+_ADD_BACKWARD = {
+    (16384, 4096): (RmsNormLaunch(1, 4096, 0, 16, SMS, 4), RmsNormLaunch(1, 4096, 0, 4, SMS * 2, 3)),
+    (16384, 4097): (_window(8, SMS * 2, 3, 128), _window(16, SMS // 8 * 8, 3)),
+}
 _SUMS = tuple(
     SumLaunch(partials, block, warps)
     for partials, block, warps in ((256, 16, 4), (256, 16, 8), (128, 16, 4), (512, 8, 8), (128, 32, 4), (256, 32, 8))
 )
-SHAPES = ((16384, 4096), (32768, 2048), (8192, 8192), (65536, 768), (8193, 4097), (8192, 5120))
-HEADS = (655360, 128)  # the q and k heads of 16,384 tokens, each normalised by itself
-WIDE = ((4096, 16384), (1024, 65536))
 
 
 def _targets() -> list[Target]:
-    found = []
-    for rows, n in (*SHAPES, HEADS, (1, 4096), *WIDE):
-        forward = _WIDE_FORWARD if n > 16384 else _forward_candidates(n)
-        backward = _WIDE_BACKWARD if n > 8192 else _backward_candidates(n)
-        for residual in (False, True) if (rows, n) == SHAPES[0] else (False,):
-            name, extra = ("add_rms_norm", 2) if residual else ("rms_norm", 0)
-            found.append(
-                Target(
-                    f"{name} forward {rows}x{n} bf16",
-                    "fuselm.kernels.rms_norm_launchers.forward_launch",
-                    forward,
-                    functools.partial(_forward, rows, n, residual),
-                    (2 + extra) * rows * n * ELEMENT,
-                )
-            )
-            found.append(
-                Target(
-                    f"{name} backward {rows}x{n} bf16",
-                    "fuselm.kernels.rms_norm_launchers.backward_launch",
-                    backward,
-                    functools.partial(_backward, rows, n, residual),
-                    (3 + residual) * rows * n * ELEMENT,
-                )
-            )
-    for rows, n in (SHAPES[0], SHAPES[3]):
-        found.append(
-            Target(
-                f"rms_norm sum of dw partials {rows}x{n} bf16",
-                "fuselm.kernels.rms_norm_launchers.sum_launch",
-                _SUMS,
-                functools.partial(_backward, rows, n, False),
-                3 * rows * n * ELEMENT,
-            )
+    kinds = (
+        ("rms_norm forward", "forward_launch", False, 2, _forward, _FORWARD),
+        ("add_rms_norm forward", "forward_launch", True, 4, _forward, _ADD_FORWARD),
+        ("rms_norm backward", "backward_launch", False, 3, _backward, _BACKWARD),
+        ("add_rms_norm backward", "backward_launch", True, 4, _backward, _ADD_BACKWARD),
+        (
+            "rms_norm sum of dw partials",
+            "sum_launch",
+            False,
+            3,
+            _backward,
+            dict.fromkeys(((16384, 4096), (65536, 768)), _SUMS),
+        ),
+    )
+    return [
+        Target(
+            f"{name} {rows}x{n} bf16",
+            f"fuselm.kernels.rms_norm_launchers.{attribute}",
+            candidates,
+            functools.partial(make, rows, n, residual),
+            passes * rows * n * ELEMENT,
         )
-    return found
+        for name, attribute, residual, passes, make, shapes in kinds
+        for (rows, n), candidates in shapes.items()
+    ]
 
 
 TARGETS = _targets()
