@@ -142,7 +142,7 @@ class ChatTemplate:
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
             jinja = template or path.with_name("chat_template.jinja")
             if template is not None or jinja.is_file():
-                source = jinja.read_text(encoding="utf-8")
+                source = _text_of(jinja)
             names = [settings.get(key) for key in ("bos_token", "eos_token")]
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -223,6 +223,16 @@ class ChatTemplate:
         for first, last in spans:
             answers |= (starts < last) & (ends > first)
         return Encoded(np.asarray(encoding.ids, np.int64), answers)
+
+
+def _text_of(template: Path) -> str:
+    try:
+        text = template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"template {template} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise UserError(f"template {template} is empty")
+    return text
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------

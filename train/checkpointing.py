@@ -17,6 +17,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def checkpoints_of(run: Path) -> list[Path]:
     """All checkpoint folders of a run, complete or not, the newest first."""
     folders = (run / FOLDER).glob("step_*")
-    return sorted((f for f in folders if f.is_dir() and f.name[5:].isdigit()), key=step_of, reverse=True)
+    return sorted((f for f in folders if f.is_dir() and f.name[5:].isdecimal()), key=step_of, reverse=True)
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -217,11 +218,16 @@ def rewind(run: Path, checkpoint: Path, progress: dict[str, Any]) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is either the old one or the new one, whole, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

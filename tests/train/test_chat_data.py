@@ -110,6 +110,17 @@ def test_where_a_template_comes_from(tokenizer_json, tmp_path):
         ChatTemplate.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"", "is empty"), (b" \n", "is empty"), (b"\xff\xfe", "is not UTF-8 text: invalid start")]
+)
+def test_a_template_file_without_a_template_is_named(content, reason, tokenizer_json, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_bytes(content)
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json)
+    with pytest.raises(UserError, match=f"template {template} {reason}"):
+        ChatTemplate.load(tmp_path, template)
+
+
 def test_wrong_templates_and_messages_are_named(make):
     with pytest.raises(UserError, match="not valid Jinja"):
         make("{% for %}")

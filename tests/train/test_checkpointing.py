@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -20,6 +22,7 @@ from fuselm.train.checkpoint_writer import Retention, save_checkpoint
 from fuselm.train.checkpointing import (
     all_finite,
     checkpoint_bytes,
+    checkpoints_of,
     clean,
     latest_checkpoint,
     load_checkpoint,
@@ -28,6 +31,7 @@ from fuselm.train.checkpointing import (
     resumable,
     step_folder,
     verify,
+    write_atomically,
 )
 from fuselm.train.distributed import AgreedError
 from fuselm.train.errors import UserError
@@ -291,3 +295,23 @@ def test_nan_weights_are_seen(trained, world):
     with torch.no_grad():
         next(iter(model.blocks.parameters())).to_local()[-1] = float("inf")
     assert not all_finite(model, world)
+
+
+@pytest.mark.parametrize("fails", ["write", "replace"])
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(fails, tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync" if fails == "write" else "replace", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        write_atomically(path, b"new")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"config.json": b"old"}
+
+
+def test_only_numbers_are_steps(tmp_path):
+    for name in ("step_00000002", "step_x", "step_\N{SUPERSCRIPT TWO}", "step_", "step_00000003.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [folder.name for folder in checkpoints_of(tmp_path)] == ["step_00000002"]
