@@ -382,7 +382,7 @@ def test_overwrite_replaces_shards_only(source: Path, out: Path) -> None:
 
 def test_space_is_checked_first(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_data.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(UserError, match=r"needs about 0\.00 GB, but .* has 0\.00 GB free"):
+    with pytest.raises(UserError, match=r"needs about 0\.0\d\d MB, but .* has 0\.000 MB free"):
         prepare(source, out, vocab_size=300)
     assert_nothing_written(out)
 
