@@ -29,7 +29,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
-from fuselm.kernels.cross_entropy_launchers import launch_backward, launch_forward
+from fuselm.kernels.cross_entropy_launchers import Options, launch_backward, launch_forward
+from fuselm.kernels.direct import may_skip_dispatcher
 from fuselm.kernels.loss_scaling import launch_row_weight, launch_weighted_sum
 
 Reduction = Literal["none", "sum", "mean"]
@@ -78,6 +79,32 @@ def row_weight(targets: torch.Tensor, ignore_index: int, reduction: str) -> torc
     return launch_row_weight(targets, ignore_index)
 
 
+def _forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    options: Options,
+    reduction: str,
+    want_lse: bool,
+    want_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, lse, lse_low, weight, gradient for an upstream gradient of 1 or an empty tensor)."""
+    loss, lse, lse_low = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    weight = row_weight(targets, options[0], reduction)
+    gradient = torch.empty(logits.shape if want_gradient else (0,), dtype=logits.dtype, device=logits.device)
+    launch_forward(
+        logits,
+        targets,
+        loss,
+        lse,
+        lse_low,
+        options=options,
+        skip_ignored=not want_lse,
+        gradient=gradient if want_gradient else None,
+        scale=weight,
+    )
+    return loss if reduction == "none" else launch_weighted_sum(loss, weight), lse, lse_low, weight, gradient
+
+
 @torch.library.custom_op("fuselm::cross_entropy_forward", mutates_args=())
 def _cross_entropy_forward(
     logits: torch.Tensor,
@@ -91,21 +118,8 @@ def _cross_entropy_forward(
     want_gradient: bool,
     inplace: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    loss, lse, lse_low = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
-    weight = row_weight(targets, ignore_index, reduction)
-    gradient = torch.empty(logits.shape if want_gradient else (0,), dtype=logits.dtype, device=logits.device)
-    launch_forward(
-        logits,
-        targets,
-        loss,
-        lse,
-        lse_low,
-        options=(ignore_index, label_smoothing, z_loss, softcap),
-        skip_ignored=not want_lse,
-        gradient=gradient if want_gradient else None,
-        scale=weight,
-    )
-    return loss if reduction == "none" else launch_weighted_sum(loss, weight), lse, lse_low, weight, gradient
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    return _forward(logits, targets, options, reduction, want_lse, want_gradient)
 
 
 @_cross_entropy_forward.register_fake
@@ -216,22 +230,56 @@ def _backward(ctx: Any, grad_loss: torch.Tensor | None, grad_lse: torch.Tensor |
     nothing = (None,) * 9
     if grad_loss is None and grad_lse is None:
         return None, *nothing
-    saved = ctx.saved_tensors
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = ctx.saved_tensors
     logits = saved[0]
     if grad_loss is None:
         grad_loss = logits.new_zeros((), dtype=torch.float32)
     if ctx.inplace:
         torch.ops.fuselm.cross_entropy_backward_inplace(*saved, grad_loss, grad_lse, *ctx.options)
         return logits.detach(), *nothing
+    direct = not torch.is_grad_enabled() and may_skip_dispatcher(grad_loss, grad_lse, *saved)
     if ctx.gradient is None or grad_lse is not None or torch.is_grad_enabled():
+        if direct:
+            gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            launch_backward(gradient, *saved, grad_loss, grad_lse, ctx.options)
+            return gradient, *nothing
         # With create_graph=True this op raises when differentiated, where a buffer would count as a constant.
         return torch.ops.fuselm.cross_entropy_backward(*saved, grad_loss, grad_lse, *ctx.options), *nothing
     gradient, ctx.gradient = ctx.gradient, None
-    torch.ops.fuselm.cross_entropy_backward_unless_one(gradient, *saved, grad_loss, *ctx.options)
+    if direct:
+        launch_backward(gradient, *saved, grad_loss, None, ctx.options, keep_if_one=True)
+    else:
+        torch.ops.fuselm.cross_entropy_backward_unless_one(gradient, *saved, grad_loss, *ctx.options)
     return gradient, *nothing
 
 
 torch.library.register_autograd("fuselm::cross_entropy_forward", _backward, setup_context=_setup)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """cross_entropy without the dispatcher: (loss, lse)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        options: Options,
+        reduction: str,
+        want_lse: bool,
+        want_gradient: bool,
+        inplace: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, lse, lse_low, weight, gradient = _forward(logits, targets, options, reduction, want_lse, want_gradient)
+        ctx.save_for_backward(logits, targets, lse, lse_low, weight)
+        ctx.options, ctx.inplace = options, inplace
+        ctx.gradient = gradient if want_gradient else None
+        ctx.set_materialize_grads(False)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _backward(ctx, *grad_outputs)[0], None, None, None, None, None, None
 
 
 def check_options(
@@ -349,18 +397,15 @@ def cross_entropy(
             )
     # Compiled, the buffer that a backward pass may rewrite would be copied first, which costs what fusing saves.
     fused = needs_gradient and not (inplace or compiling or reduction == "none" or logits.dtype == torch.float16)
-    loss, lse, *_ = torch.ops.fuselm.cross_entropy_forward(
-        rows,
-        targets.reshape(-1).contiguous(),
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        float(softcap or 0.0),
-        reduction,
-        return_lse,
-        fused,
-        inplace,
-    )
+    flat = targets.reshape(-1).contiguous()
+    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    if not may_skip_dispatcher(logits, targets):
+        arguments = (rows, flat, *options, reduction, return_lse, fused, inplace)
+        loss, lse, *_ = torch.ops.fuselm.cross_entropy_forward(*arguments)
+    elif needs_gradient:
+        loss, lse = _CrossEntropy.apply(rows, flat, options, reduction, return_lse, fused, inplace)
+    else:
+        loss, lse, *_ = _forward(rows, flat, options, reduction, return_lse, False)
     if reduction == "none":
         loss = loss.view(targets.shape)
     return (loss, lse.view(targets.shape)) if return_lse else loss

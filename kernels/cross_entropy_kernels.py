@@ -22,17 +22,14 @@ Both passes are bound by instructions unless they are lean, so:
 from __future__ import annotations
 
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
-from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, sum_of_vectors, tanh
+from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, lse_of, sum_of_vectors, tanh
 from fuselm.kernels.cross_entropy_rows import head_of, lanes_of, prefetch_row, ragged_ends, row_offset
 
 VECTOR_BYTES = 16
 
 if HAVE_TRITON:
-    # log2(e) rounded to fp32, and the inverse of just that number in two parts
-    _LOG2E = tl.constexpr(1.4426950216293335)
-    _LN2 = tl.constexpr(0.6931471824645996)
-    _LN2_LOW = tl.constexpr(7.348693209507928e-09)
-    _LOWEST = tl.constexpr(-3.0e38)
+    _LOG2E = tl.constexpr(1.4426950216293335)  # log2(e) rounded to fp32
+    LOWEST = tl.constexpr(-3.0e38)
     _INTERPRET = tl.constexpr(INTERPRET)
 
 
@@ -61,7 +58,7 @@ def _accumulate(
 
 
 @jit
-def _logsumexp(
+def row_sums(
     logits,
     head,
     target,
@@ -76,14 +73,14 @@ def _logsumexp(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    # lse in two parts, the sum of the logits (with smoothing), the target's capped logit (with softcap) of one row, of
-    # which the first `limit` logits count: all or none
+    # Of one row, of which the first `limit` logits z count, all or none: the maximum of z · log2(e), the sum of
+    # 2^(z · log2(e) - maximum), the sum of z (with smoothing), the target's capped logit (with softcap)
     N: tl.constexpr = BLOCK // VECTOR
     lanes = lanes_of(BLOCK, VECTOR)
     body = logits + head
     chunks = (limit - tl.minimum(head, limit)) // VECTOR
     full = chunks // N
-    reference = tl.full([N], _LOWEST, tl.float32)
+    reference = tl.full([N], LOWEST, tl.float32)
     s = tl.zeros([N], tl.float32)
     total = tl.zeros([N], tl.float32)
     picked = tl.zeros([N], tl.float32)
@@ -138,17 +135,7 @@ def _logsumexp(
             row_total += tl.sum(tl.where(exists, z, 0.0), 0)
         if HAS_SOFTCAP:
             row_picked += tl.sum(tl.where(exists & (column == target), z, 0.0), 0)
-    # lse = top / log2(e) + ln(row_sum). The first term is two numbers, the rounded product and what it lacks.
-    log_sum = tl.log(tl.where(limit > 0, row_sum, 1.0))
-    # (A multiply-add of nothing: ptxas would merge a plain product into the sums below, which then do not add up.)
-    maximum = fma(top, _LN2, 0.0)
-    maximum_low = fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
-    lse = maximum + log_sum
-    back = lse - maximum  # pyright: ignore[reportOperatorIssue]
-    lse_low = ((maximum - (lse - back)) + (log_sum - back)) + maximum_low
-    # an lse of -inf or NaN has no low part
-    lse_low = tl.where(tl.abs(lse) < float("inf"), lse_low, 0.0)
-    return lse, lse_low, row_total, row_picked
+    return top, row_sum, row_total, row_picked
 
 
 @jit
@@ -167,7 +154,7 @@ def _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING: tl.const
 
 
 @jit
-def _write_gradient(
+def write_gradient(
     logits,
     gradient,
     head,
@@ -321,7 +308,7 @@ def cross_entropy_forward_kernel(
     limit = vocab
     if SKIP_IGNORED:
         limit = tl.where(ignored, 0, vocab)
-    lse, lse_low, total, picked = _logsumexp(
+    top, row_sum, total, picked = row_sums(
         logits,
         head,
         target,
@@ -336,6 +323,7 @@ def cross_entropy_forward_kernel(
         BLOCK,
         VECTOR,
     )
+    lse, lse_low = lse_of(top, tl.where(limit > 0, row_sum, 1.0))
     if SKIP_IGNORED:  # a row that was not read
         lse = tl.where(ignored, 0.0, lse)
         lse_low = tl.where(ignored, 0.0, lse_low)
@@ -372,7 +360,7 @@ def cross_entropy_forward_kernel(
         zero = ignored
         if HAS_GRAD_LSE:
             zero = False
-        _write_gradient(
+        write_gradient(
             logits,
             gradient_ptr + row_offset(row, inner, gradient_outer, gradient_inner),
             head,
@@ -461,7 +449,7 @@ def cross_entropy_backward_kernel(
             grad_lse = tl.load(grad_lse_ptr + row)
             zero = False
         tl.debug_barrier()  # in place: nobody may write before all have read the target's logit
-        _write_gradient(
+        write_gradient(
             logits,
             gradient_ptr + row_offset(row, inner, gradient_outer, gradient_inner),
             head_of(offset, shift, vocab, RAGGED, VECTOR),

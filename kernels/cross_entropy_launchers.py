@@ -1,4 +1,4 @@
-"""Launches of the kernels in cross_entropy_kernels.py."""
+"""Launches of the kernels in cross_entropy_kernels.py and, for few rows, cross_entropy_parts_kernels.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fuselm.kernels.cross_entropy_kernels import (
     cross_entropy_backward_kernel,
     cross_entropy_forward_kernel,
 )
-from fuselm.kernels.launch.cross_entropy import cross_entropy_launch
+from fuselm.kernels.cross_entropy_parts_kernels import cross_entropy_parts_gradient_kernel, cross_entropy_parts_kernel
+from fuselm.kernels.direct import launch_device
+from fuselm.kernels.launch.cross_entropy import PartsLaunch, cross_entropy_launch, parts_launch
 
 Options = tuple[int, float, float, float]
 """ignore_index, label_smoothing, z_loss, softcap (0 for none)."""
@@ -31,6 +33,81 @@ def _geometry(logits: torch.Tensor, gradient: torch.Tensor) -> dict[str, int]:
         "ALIGNMENT": VECTOR_BYTES if mine == phases(gradient) else 1,  # of vectors in the gradient
         "VECTOR": vector,
     }
+
+
+def _launch_parts(
+    split: PartsLaunch,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    loss: torch.Tensor,
+    lse: torch.Tensor,
+    lse_low: torch.Tensor,
+    gradient: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    options: Options,
+    combine: bool,
+    skip_ignored: bool = False,
+    keep_if_one: bool = False,
+) -> None:
+    """Few rows: what launch_forward (`combine`) and launch_backward do, with several programs a row."""
+    outer, inner, vocab = logits.shape
+    rows = outer * inner
+    ignore_index, label_smoothing, z_loss, softcap = options
+    written = logits if gradient is None else gradient
+    geometry = _geometry(logits, written)
+    alignment = geometry.pop("ALIGNMENT")
+    shared = {
+        "vocab": vocab,
+        "part_size": split.part_size,
+        "softcap": softcap,
+        "HAS_SMOOTHING": label_smoothing != 0,
+        "HAS_SOFTCAP": softcap != 0,
+        "PARTS": split.parts,
+        "BLOCK": split.block,
+        "num_warps": split.num_warps,
+        **geometry,
+    }
+    parts = lse
+    with launch_device(logits):
+        if combine:
+            parts = torch.empty((4, rows, split.parts), dtype=torch.float32, device=logits.device)
+            cross_entropy_parts_kernel[(rows * split.parts,)](
+                logits, targets, parts, rows, inner, logits.stride(0), logits.stride(1), **shared
+            )
+        cross_entropy_parts_gradient_kernel[(rows * split.parts if gradient is not None else rows,)](
+            logits,
+            targets,
+            parts,
+            loss,
+            lse,
+            lse_low,
+            written,
+            lse if scale is None else scale,
+            lse if weight is None else weight,
+            lse if grad_lse is None else grad_lse,
+            0 if scale is None or scale.dim() == 0 else scale.stride(0),
+            rows,
+            inner,
+            logits.stride(0),
+            logits.stride(1),
+            written.stride(0),
+            written.stride(1),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            COMBINE=combine,
+            SKIP_IGNORED=skip_ignored,
+            WRITE_GRADIENT=gradient is not None,
+            KEEP_IF_ONE=keep_if_one,
+            HAS_SCALE=scale is not None,
+            HAS_WEIGHT=weight is not None,
+            HAS_GRAD_LSE=grad_lse is not None,
+            ALIGNMENT=alignment,
+            BLOCK_PARTS=max(1 << (split.parts - 1).bit_length(), 32),
+            **shared,
+        )
 
 
 def launch_forward(
@@ -66,8 +143,13 @@ def launch_forward(
     ignore_index, label_smoothing, z_loss, softcap = options
     written = logits if gradient is None else gradient
     profile = device_profile(logits.device)
+    split = None if total is not None else parts_launch(outer * inner, vocab, logits.dtype, profile)
+    if split is not None:
+        skip = skip_ignored and grad_lse is None
+        _launch_parts(split, logits, targets, loss, lse, lse_low, gradient, scale, None, grad_lse, options, True, skip)
+        return
     launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
+    with launch_device(logits):
         cross_entropy_forward_kernel[(outer * inner,)](
             logits,
             targets,
@@ -141,8 +223,27 @@ def launch_backward(
         return
     ignore_index, label_smoothing, z_loss, softcap = options
     profile = device_profile(logits.device)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    split = None if classes is not None else parts_launch(rows, vocab, logits.dtype, profile)
+    if split is not None:
+        _launch_parts(
+            split,
+            logits,
+            targets,
+            lse,
+            lse,
+            lse_low,
+            gradient,
+            grad_loss,
+            weight,
+            grad_lse,
+            options,
+            combine=False,
+            keep_if_one=keep_if_one,
+        )
+        return
     launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
+    with launch_device(logits):
         cross_entropy_backward_kernel[(min(rows, profile.num_sms * max(64 // launch.num_warps, 1)),)](
             logits,
             targets,
@@ -151,7 +252,7 @@ def launch_backward(
             gradient,
             grad_loss,
             weight,
-            lse if grad_lse is None else grad_lse.contiguous(),
+            lse if grad_lse is None else grad_lse,
             0 if grad_loss.dim() == 0 else grad_loss.stride(0),
             rows,
             inner,

@@ -1,12 +1,15 @@
 """Arithmetic that the cross-entropy kernels share: multiply-adds that round once, tanh and exp(x) - 1 to fp32, sums of
-vectors."""
+vectors, the logarithm of a sum in two parts."""
 
 from __future__ import annotations
 
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
 
 if HAVE_TRITON:
-    _LOG2E = tl.constexpr(1.4426950216293335)  # log2(e) rounded to fp32
+    # log2(e) rounded to fp32, and the inverse of just that number in two parts
+    _LOG2E = tl.constexpr(1.4426950216293335)
+    _LN2 = tl.constexpr(0.6931471824645996)
+    _LN2_LOW = tl.constexpr(7.348693209507928e-09)
     _INTERPRET = tl.constexpr(INTERPRET)
 
 
@@ -50,3 +53,18 @@ def expm1_of_negative(x):
     series = 1.0 - x * (1 / 4) * (1.0 - x * (1 / 5) * series)
     series = 1.0 - x * (1 / 2) * (1.0 - x * (1 / 3) * series)
     return tl.where(x < 0.3, -x * series, tl.exp2(-x * _LOG2E) - 1.0)
+
+
+@jit
+def lse_of(top, row_sum):
+    # lse = top / log2(e) + ln(row_sum) in two parts. The first term is two numbers, the rounded product and what it
+    # lacks.
+    log_sum = tl.log(row_sum)
+    # (A multiply-add of nothing: ptxas would merge a plain product into the sums below, which then do not add up.)
+    maximum = fma(top, _LN2, 0.0)
+    maximum_low = fma(top, _LN2, -maximum) + top * _LN2_LOW  # pyright: ignore[reportOperatorIssue]
+    lse = maximum + log_sum
+    back = lse - maximum  # pyright: ignore[reportOperatorIssue]
+    lse_low = ((maximum - (lse - back)) + (log_sum - back)) + maximum_low
+    # an lse of -inf or NaN has no low part
+    return lse, tl.where(tl.abs(lse) < float("inf"), lse_low, 0.0)

@@ -34,6 +34,36 @@ class CrossEntropyLaunch:
     carry: bool = False
 
 
+@dataclass(frozen=True)
+class PartsLaunch:
+    """Launch for few rows, each shared out over several programs.
+
+    Attributes:
+        parts: programs a row.
+        part_size: logits a program, the last one's aside; a multiple of block.
+        block: logits a program handles at a time.
+        num_warps: warps a program.
+    """
+
+    parts: int
+    part_size: int
+    block: int
+    num_warps: int
+
+
+def parts_launch(rows: int, vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> PartsLaunch | None:
+    """Launch for `rows` rows of `vocab` logits where one program a row would leave most of the device idle, else None.
+
+    A thread holds one vector of 16 bytes at a time, so that a part of a single row is one step; more than 64 parts
+    would cost more to put together than they save.
+    """
+    block = 256 * 16 // dtype.itemsize
+    if rows * 4 > profile.num_sms or vocab < 4 * block:
+        return None
+    part_size = -(-vocab // (min(profile.num_sms // rows, 64) * block)) * block
+    return PartsLaunch(-(-vocab // part_size), part_size, block, 8)
+
+
 def cross_entropy_launch(
     vocab: int, dtype: torch.dtype, profile: DeviceProfile, softcap: bool = False
 ) -> CrossEntropyLaunch:

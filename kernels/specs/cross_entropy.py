@@ -82,8 +82,14 @@ _GPU: tuple[Case, ...] = (
 )
 _EVERYTHING = {"return_lse": True, "z_loss": 1e-4, "label_smoothing": 0.1, "softcap": 30.0}
 _AOT: tuple[Case, ...] = tuple(
-    {"rows": (2,), "vocab": vocab} | options
-    for vocab in (37, 32000, 50257, 128256)
+    {"rows": (rows,), "vocab": vocab} | options
+    for rows, vocab in (
+        (40, 37),
+        (40, 32000),
+        (40, 50257),
+        (40, 128256),
+        (2, 50257),
+    )  # the last: several programs a row
     for options in ({}, _EVERYTHING, {"reduction": "none"})
 )
 _BENCHMARK: tuple[Case, ...] = (

@@ -205,8 +205,8 @@ for vocab in (50304, 50257):
         with compile_only(90) as compiled:
             run = triton.runtime.jit.JITFunction.run
             triton.runtime.jit.JITFunction.run = lambda *a, **k: (kernels.append(run(*a, **k)), kernels[-1])[1]
-            logits = torch.empty((2, vocab), dtype=torch.bfloat16).requires_grad_()
-            cross_entropy(logits, torch.zeros(2, dtype=torch.int64), backend="triton")
+            logits = torch.empty((40, vocab), dtype=torch.bfloat16).requires_grad_()
+            cross_entropy(logits, torch.zeros(40, dtype=torch.int64), backend="triton")
             triton.runtime.jit.JITFunction.run = run
         forward = next(k for k in kernels if k.metadata.name == "cross_entropy_forward_kernel")
         ptx = forward.asm["ptx"]

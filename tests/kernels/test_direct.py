@@ -42,6 +42,26 @@ def test_modes_see_the_ops_and_get_the_same_bits(device, generator):
     assert torch.equal(y, again) and all(torch.equal(a, b) for a, b in zip(grads, more, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "backward"), [({}, "backward_unless_one"), ({"reduction": "none"}, "backward"), ({"inplace": True}, "")]
+)
+def test_modes_see_cross_entropy_and_get_the_same_bits(options, backward, device, generator):
+    logits = torch.randn(3, 37, device=device, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, -100, 36], device=device)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        loss = fuselm.cross_entropy(logits * 1.0, targets, backend="triton", **options)
+        return loss.detach(), torch.autograd.grad(loss, logits, torch.full_like(loss, 0.5))[0]
+
+    plain = run()
+    with SeenOps() as seen:
+        watched = run()
+    names = [n for n in seen.names if n.startswith("fuselm")]
+    assert names[0] == "fuselm.cross_entropy_forward.default" and len(names) == 2
+    assert names[1] == f"fuselm.cross_entropy_{backward or 'backward_inplace'}.default"
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
 def test_selective_checkpointing_finds_the_op_by_name(device, generator):
     x, w = _leaves(device, generator)
     seen = []
