@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -39,7 +40,7 @@ from timing import ROOT, environment
 from fuselm.train.checkpointing import latest_checkpoint, write_atomically
 from fuselm.train.config import config_from_json
 from fuselm.train.data_stream import TokenDataset
-from fuselm.train.errors import UserError, report
+from fuselm.train.errors import UserError, command, report
 from fuselm.train.metrics import read_metrics
 from fuselm.train.prepare_data import prepare
 from fuselm.train.sample import Meter, load_run, sample
@@ -434,9 +435,23 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def main(given: list[str] | None = None) -> int:
+def check(arguments: argparse.Namespace) -> None:
+    """Refuses numbers that cannot be, before any work is done."""
+    for name in ("minutes", "budget_s", "megabytes", "tokenizer_megabytes"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be above 0 and finite")
+    for name, least in (("steps", 0), ("documents", 1), ("sample_tokens", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be at least {least}")
+    if arguments.output is None:
+        raise UserError("--output is missing: the folder for the results")
+
+
+@command
+def main(given: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 after an error of the user's, 3 to be continued, 130 interrupted."""
-    arguments = parse(sys.argv[1:] if given is None else given)
+    arguments = parse(list(sys.argv[1:] if given is None else given))
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         if arguments.report is not None:
@@ -444,8 +459,7 @@ def main(given: list[str] | None = None) -> int:
                 raise UserError("--report needs --page, the file to write")
             write_page(arguments.report, arguments.page)
             return 0
-        if arguments.output is None:
-            raise UserError("--output is missing: the folder for the results")
+        check(arguments)
         work = Work(arguments.work, arguments)
         go_on(work)
     except UserError as error:

@@ -198,3 +198,24 @@ def test_pages_say_what_their_reports_say() -> None:
         kept = [json.loads(line) for line in (report.parent / "metrics.jsonl").read_text().splitlines()]
         losses = [(e["step"], e["validation_loss"]) for e in kept if "validation_loss" in e]
         assert losses == [(v["step"], v["loss"]) for v in facts["validation"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--minutes", "nan"],
+        ["--minutes", "0"],
+        ["--budget-s", "-1"],
+        ["--megabytes", "inf"],
+        ["--tokenizer-megabytes", "0"],
+        ["--steps", "-2"],
+        ["--documents", "0"],
+        ["--sample-tokens", "0"],
+    ],
+)
+def test_numbers_that_cannot_be_are_named(options, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert recipe.main([*places, *options]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {options[0]} is {options[1]}") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

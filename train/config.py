@@ -403,9 +403,9 @@ def parse_command_line(arguments: list[str], presets: dict[str, Any], descriptio
         with contextlib.redirect_stderr(printed):
             return _tyro(arguments, default, description, quiet=True)
     except SystemExit:
-        # A dataclass that refused its values says why; tyro draws a box around it.
-        text = " ".join(line.strip(" │") for line in printed.getvalue().splitlines() if line.startswith("│"))
-    refused = re.search(r"Error parsing (?!--)[\w.]+: (.*?)( ─|$)", text)
+        # A dataclass that refused its values says why; tyro draws a box around it, of hyphens where it must.
+        text = " ".join(line.strip(" │|") for line in printed.getvalue().splitlines())
+    refused = re.search(r"Error parsing (?!--)[\w.]+: (.*?)( ─| ---|$)", text)
     if refused:
         raise UserError(refused[1])
     # One option at a time, so that the message can name the one that does not parse.

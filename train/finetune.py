@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 if importlib.util.find_spec("fuselm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, in_words, raise_on_interrupt, report
+from fuselm.train.errors import UserError, command, end_on_interrupt, in_words, raise_on_interrupt, report
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -378,6 +378,7 @@ class FineTuning:
         say(f"talk to it: python train/chat.py {self.run}")
 
 
+@command
 def main(given: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, also after SIGINT or SIGTERM, 2 after an error of the user's."""
     try:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from fuselm.train.errors import UserError, end_on_interrupt, raise_on_interrupt, report
+from fuselm.train.errors import UserError, command, end_on_interrupt, raise_on_interrupt, report
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -24,10 +25,11 @@ from fuselm.train.config import parse_command_line
 from fuselm.train.presets import PRESETS
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and train; returns the exit code."""
     try:
-        config = parse_command_line(sys.argv[1:] if arguments is None else arguments, PRESETS, __doc__ or "")
+        config = parse_command_line(list(sys.argv[1:] if arguments is None else arguments), PRESETS, __doc__ or "")
     except UserError as error:
         return report(error)
     end_on_interrupt()

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,19 @@ def test_a_full_disk_behind_stderr_stops_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Full())
     warn("the disk is full")
     assert report("the disk is full") == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_pretrain_behind_a_stdout_of_few_letters(encoding):
+    """Its help has Greek letters; what the model refuses comes from a box that is drawn with what stdout has."""
+    script = str(Path(__file__).resolve().parents[2] / "train" / "pretrain.py")
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+
+    def outcome(*options: str) -> tuple[int, bytes, bytes]:
+        done = subprocess.run([sys.executable, script, *options], env=environment, capture_output=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = outcome("--preset", "debug", "--help")
+    assert (code, err) == (0, b"") and b"--model.rope_theta" in out and b"--logging.wandb" in out
+    code, out, err = outcome("--preset", "debug", "--model.dim", "63")
+    assert (code, out, err) == (2, b"", b"error: dim=63 does not divide by num_heads=4; give head_dim\n")
