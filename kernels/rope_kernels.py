@@ -21,7 +21,7 @@ def load_angles(
     sin_ptr,
     position,  # [T, 1, 1] int64
     column,  # [1, 1, HALF]
-    mask,  # [T, H, HALF]
+    mask,  # [T, 1, HALF] or [T, H, HALF]
     table_len,
     HALF: tl.constexpr,
     CHECK: tl.constexpr,
@@ -56,25 +56,21 @@ def _heads_tile(
     stride_head,
     stride_dim,
     out_stride_token,
-    cos_ptr,
-    sin_ptr,
+    cos,  # [T, H, HALF] fp32
+    sin,
     batch,
     tokens,  # [T, 1, 1] int64
-    position,  # [T, 1, 1] int64
     seq_len,
-    table_len,
     first_head,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATE: tl.constexpr,
     INVERSE: tl.constexpr,
-    CHECK: tl.constexpr,
     EVEN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Rotates, or copies, BLOCK_HEADS heads of a block of tokens. CHECK: positions may lie outside the tables."""
+    """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
     HALF: tl.constexpr = HEAD_DIM // 2
     head = (first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
@@ -89,20 +85,6 @@ def _heads_tile(
         x1 = tl.load(x, mask=mask, other=0.0)
         x2 = tl.load(x + far, mask=mask, other=0.0)
     if ROTATE:
-        cos, sin = load_angles(
-            cos_ptr,
-            sin_ptr,
-            position,
-            column,
-            mask,
-            table_len,
-            HALF,
-            CHECK,
-            EVEN,
-            BLOCK_TOKENS,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
         if INVERSE:
             sin = -sin
         a, b = x1.to(tl.float32), x2.to(tl.float32)
@@ -154,25 +136,130 @@ def rope_kernel(
     INVERSE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     EVEN: tl.constexpr,
+    IN_TURN: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
-    0 heads leave a part out. EVEN: every tile is full."""
+    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence;
+    IN_TURN all heads of those tokens, one block after another. 0 heads leave a part out. EVEN: every tile is full."""
+    HALF: tl.constexpr = HEAD_DIM // 2
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     K_BLOCKS: tl.constexpr = (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
-    part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
-    block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+    part = 0
+    block = tl.program_id(0)
+    if not IN_TURN:
+        part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+        block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
     blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
     batch = (block // blocks).to(tl.int64)
     tokens = (block % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
     position = load_positions(
         positions_ptr, batch, tokens, seq_len, offset, positions_stride_batch, positions_stride_token, HAS_POSITIONS
     )
-    if part < Q_BLOCKS:
+    column = tl.arange(0, BLOCK_HALF)[None, None, :]
+    exists = (tokens < seq_len) & (column < HALF)  # [T, 1, HALF]
+    if IN_TURN:
+        cos, sin = load_angles(
+            cos_ptr,
+            sin_ptr,
+            position,
+            column,
+            exists,
+            table_len,
+            HALF,
+            HAS_POSITIONS,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+        for i in tl.static_range(Q_BLOCKS):  # pyright: ignore
+            _heads_tile(
+                q_ptr,
+                q_out_ptr,
+                q_stride_batch,
+                q_stride_token,
+                q_stride_head,
+                q_stride_dim,
+                q_out_stride_token,
+                cos,
+                sin,
+                batch,
+                tokens,
+                seq_len,
+                i * BLOCK_HEADS,
+                Q_HEADS,
+                HEAD_DIM,
+                True,
+                INVERSE,
+                EVEN,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+            )
+        for i in tl.static_range(K_BLOCKS):  # pyright: ignore
+            _heads_tile(
+                k_ptr,
+                k_out_ptr,
+                k_stride_batch,
+                k_stride_token,
+                k_stride_head,
+                k_stride_dim,
+                k_out_stride_token,
+                cos,
+                sin,
+                batch,
+                tokens,
+                seq_len,
+                i * BLOCK_HEADS,
+                K_HEADS,
+                HEAD_DIM,
+                True,
+                INVERSE,
+                EVEN,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+            )
+        for i in tl.static_range(V_BLOCKS):  # pyright: ignore
+            _heads_tile(
+                v_ptr,
+                v_out_ptr,
+                v_stride_batch,
+                v_stride_token,
+                v_stride_head,
+                v_stride_dim,
+                v_out_stride_token,
+                0.0,
+                0.0,
+                batch,
+                tokens,
+                seq_len,
+                i * BLOCK_HEADS,
+                V_HEADS,
+                HEAD_DIM,
+                False,
+                INVERSE,
+                EVEN,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+            )
+    elif part < Q_BLOCKS:
+        cos, sin = load_angles(
+            cos_ptr,
+            sin_ptr,
+            position,
+            column,
+            exists,
+            table_len,
+            HALF,
+            HAS_POSITIONS,
+            EVEN,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
         _heads_tile(
             q_ptr,
             q_out_ptr,
@@ -181,25 +268,35 @@ def rope_kernel(
             q_stride_head,
             q_stride_dim,
             q_out_stride_token,
-            cos_ptr,
-            sin_ptr,
+            cos,
+            sin,
             batch,
             tokens,
-            position,
             seq_len,
-            table_len,
             part * BLOCK_HEADS,
             Q_HEADS,
             HEAD_DIM,
             True,
             INVERSE,
+            EVEN,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
+    elif part < Q_BLOCKS + K_BLOCKS:
+        cos, sin = load_angles(
+            cos_ptr,
+            sin_ptr,
+            position,
+            column,
+            exists,
+            table_len,
+            HALF,
             HAS_POSITIONS,
             EVEN,
             BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
         )
-    elif part < Q_BLOCKS + K_BLOCKS:
         _heads_tile(
             k_ptr,
             k_out_ptr,
@@ -208,21 +305,17 @@ def rope_kernel(
             k_stride_head,
             k_stride_dim,
             k_out_stride_token,
-            cos_ptr,
-            sin_ptr,
+            cos,
+            sin,
             batch,
             tokens,
-            position,
             seq_len,
-            table_len,
             (part - Q_BLOCKS) * BLOCK_HEADS,
             K_HEADS,
             HEAD_DIM,
             True,
             INVERSE,
-            HAS_POSITIONS,
             EVEN,
-            BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
         )
@@ -235,21 +328,17 @@ def rope_kernel(
             v_stride_head,
             v_stride_dim,
             v_out_stride_token,
-            cos_ptr,
-            sin_ptr,
+            0.0,
+            0.0,
             batch,
             tokens,
-            position,
             seq_len,
-            table_len,
             (part - Q_BLOCKS - K_BLOCKS) * BLOCK_HEADS,
             V_HEADS,
             HEAD_DIM,
             False,
             INVERSE,
-            HAS_POSITIONS,
             EVEN,
-            BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
         )

@@ -11,7 +11,7 @@ import torch
 from tuning.base import Target
 
 from fuselm.kernels.cross_entropy import cross_entropy
-from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch
+from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
@@ -79,4 +79,21 @@ TARGETS: list[Target] = [
         ("forward, then backward", "none", 3, SHAPES[:1]),
     )
     for rows, vocab in shapes
+]
+
+# Few rows: programs a row, logits of each, logits and warps a program handles at a time; None is one program a row.
+FEW_ROWS = (
+    (1, 128256, (PartsLaunch(126, 1024, 1024, 4), PartsLaunch(32, 4096, 4096, 16), None)),
+    (16, 128256, (PartsLaunch(16, 8192, 2048, 8), PartsLaunch(16, 8192, 8192, 16), None)),
+    (32, 128256, (PartsLaunch(8, 16384, 4096, 16), None)),
+)
+TARGETS += [
+    Target(
+        name=f"cross_entropy few rows, forward+backward {rows}x{vocab} bf16",
+        attribute="fuselm.kernels.cross_entropy_launchers.parts_launch",
+        candidates=candidates,
+        make=partial(_make, rows, vocab, "sum"),
+        bytes_moved=2 * rows * vocab * 2,
+    )
+    for rows, vocab, candidates in FEW_ROWS
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tuning.base import Target
+from tuning.base import Target, some_rows
 
 from fuselm.kernels.launch.rope import RopeLaunch
 
@@ -36,29 +36,34 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, cos, sin = _inputs(shape, device)
-    if direction == "forward":
-        return (
-            lambda: torch.ops.fuselm.rope_forward(q, k, cos, sin, None, 0),
-            lambda: (_turned(q, cos, sin), _turned(k, cos, sin)),
-        )
-    dq, dk = q.contiguous(), k.contiguous()
-    return (
-        lambda: torch.ops.fuselm.rope_backward(dq, dk, cos, sin, None, 0),
-        lambda: (_turned(dq, cos, -sin), _turned(dk, cos, -sin)),
-    )
+    some = some_rows(shape[1])  # of each sequence
+    angles = cos[some], sin[some] if direction == "forward" else -sin[some]
+    if direction == "backward":
+        q, k = q.contiguous(), k.contiguous()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        op = torch.ops.fuselm.rope_forward if direction == "forward" else torch.ops.fuselm.rope_backward
+        rotated_q, rotated_k = op(q, k, cos, sin, None, 0)
+        return rotated_q[:, some], rotated_k[:, some]
+
+    return run, lambda: (_turned(q[:, some], *angles), _turned(k[:, some], *angles))
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    _, seq_len, _, kv_heads, head_dim = shape
+    """One vector of each half a thread (32 registers, all threads of an SM at once), and cos and sin loaded once for
+    all heads of a token (56 to 64 registers): loaded with each block of heads, they are two thirds of all loads."""
+    _, _, _, kv_heads, head_dim = shape
+    heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
-    found = []
-    for heads in (8, 4, 2, 16) if kv_heads % 8 == 0 else (4, 2, 8, 16):
-        for vectors in (2, 1, 4):  # of 8 elements of each half that a thread holds
-            for warps in (4, 8, 2):
-                tokens = warps * 32 * vectors * 8 // (heads * half)
-                if tokens and heads <= 16 and tokens <= seq_len:
-                    found.append(RopeLaunch(tokens, heads, half, warps))
-    return tuple(found[:18])
+    tokens = 1024 // (heads * half)  # of four warps with one vector a thread
+    return (
+        RopeLaunch(2 * tokens, heads, half, 4, True),
+        RopeLaunch(tokens, heads, half, 4),
+        RopeLaunch(tokens, heads, half, 4, True),
+        RopeLaunch(2 * tokens, heads, half, 8, True),
+        RopeLaunch(max(tokens // 2, 1), heads, half, 2, True),
+        RopeLaunch(2 * tokens, heads, half, 8),
+    )
 
 
 TARGETS = [

@@ -21,12 +21,15 @@ class RopeLaunch:
         block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
+        in_turn: a program takes all heads of its tokens, block_heads at a time, and loads cos and sin once: for each
+            block they are twice the bytes of the q or k that they meet.
     """
 
     block_tokens: int
     block_heads: int
     block_half: int
     num_warps: int
+    in_turn: bool = False
 
 
 def _power_of_two(n: int) -> int:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fuselm.kernels import rope as module
 from fuselm.kernels._triton import Backend
+from fuselm.kernels.launch.rope import RopeLaunch
 from fuselm.kernels.rope import rope, rope_qkv
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -48,6 +50,25 @@ def test_equals_rope_of_the_parts_bit_for_bit(shape, dtype, inplace, device, gen
     for a, b in zip((*got, grad), (*want, want_grad), strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(a, b) for a, b in zip(upstream, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "launch", [RopeLaunch(2, 2, 8, 1, True), RopeLaunch(4, 4, 8, 1, True), RopeLaunch(1, 8, 16, 1, True)], ids=str
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_all_heads_in_turn_give_the_same_bits(launch, inplace, device, generator, monkeypatch):
+    """Full tiles, partial ones of tokens and of heads, padded halves; with positions, one of them outside the table."""
+    leaf = _packed((2, 6), torch.bfloat16, generator)
+    positions = torch.tensor([[0, 3, 11, 2, 1, 5], [7, 8, 12, 0, 0, 4]], device=device)
+    for given in (None, positions):
+        want, upstream = _run(leaf * 1.0, given, None, inplace=inplace)
+        want = *want, *torch.autograd.grad(want, leaf, upstream)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "rope_launch", lambda *_: launch)
+            got, _ = _run(leaf * 1.0, given, upstream, inplace=inplace)
+            got = *got, *torch.autograd.grad(got, leaf, upstream)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 def test_in_place_the_results_are_views_of_the_projection(device, generator):
