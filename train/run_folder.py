@@ -60,6 +60,7 @@ class RunFolder:
                 there = next(parent for parent in (cache, *cache.absolute().parents) if parent.exists())
                 checkpointing.require_space(there, _CACHE_BYTES, f"the cache of compiled kernels ({_COMPILE_CACHE})")
             if not goes_on and (self.path / "metrics.jsonl").exists():
+                self.clean()  # nobody will start there again to do it
                 number = 1
                 while (moved := self.path.with_name(f"{self.path.name}.{number}")).exists():
                     number += 1

@@ -52,6 +52,22 @@ def test_a_start_cleans_what_a_killed_run_left(tmp_path):
     folder.release()
 
 
+def test_what_a_killed_run_left_does_not_move_aside_with_it(tmp_path):
+    run = tmp_path / "run"
+    for name in ("metrics.jsonl", "tmp/host.1/a", "checkpoints/step_00000002.tmp/a", "checkpoints/step_00000001/a"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("left")
+    folder = RunFolder(run)
+    moved = folder.claim(goes_on=False, needed=1, what="it", compiles=False, files={"config.json": b"{}"})
+    folder.release()
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == [
+        "run.1/checkpoints/step_00000001/a",
+        "run.1/metrics.jsonl",
+        "run/config.json",
+    ]
+    assert moved == tmp_path / "run.1"
+
+
 @pytest.mark.parametrize("what", ["run folder", "compile cache"])
 def test_too_little_room_is_told_before_the_run(tmp_path, monkeypatch, what):
     cache = tmp_path / "cache"
