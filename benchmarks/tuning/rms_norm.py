@@ -154,7 +154,6 @@ _BACKWARD = {
         RmsNormLaunch(1, 4096, 16, 16, SMS // 8 * 8, 3, unaligned=True),
         _window(8, SMS * 2, 2, 128),
         _window(16, SMS // 8 * 8, 4),
-        RmsNormLaunch(1, 4096, 16, 8, SMS * 2, 3, unaligned=True, max_registers=128),
     ),
     (16384, 4096): (
         RmsNormLaunch(1, 4096, 0, 16, SMS, 4),

@@ -60,6 +60,34 @@ def test_parts_give_what_whole_rows_give(mode, dtype, classes, device, generator
         assert not split[-1][3].any() or options.get("return_lse")  # the ignored row
 
 
+def test_the_gradient_may_take_the_place_of_the_logits_in_the_forward_launch(device, generator, monkeypatch):
+    """As linear_cross_entropy asks: scaled by row, with a gradient of lse."""
+    logits = torch.randn((1, 4, CLASSES), device=device, generator=generator)
+    targets = torch.tensor([191, -100, 192, 516], device=device)
+    scale, grad_lse = (torch.randn(4, device=device, generator=generator) for _ in range(2))
+    results = []
+    for split in (None, SPLIT):
+        monkeypatch.setattr(LAUNCHERS, "parts_launch", lambda *_, choice=split: choice)
+        buffer = logits.clone()
+        loss, lse, lse_low = (torch.empty(4, device=device) for _ in range(3))
+        LAUNCHERS.launch_forward(
+            buffer,
+            targets,
+            loss,
+            lse,
+            lse_low,
+            options=(-100, 0.1, 1e-2, 0.0),
+            skip_ignored=True,
+            gradient=buffer,
+            scale=scale,
+            grad_lse=grad_lse,
+        )
+        results.append([buffer, loss, lse.double() + lse_low.double()])
+    for whole, parts in zip(*results, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=2e-6, atol=1e-7)
+    assert not torch.equal(results[1][0], logits)
+
+
 def test_an_ignored_row_and_an_impossible_target(device, generator, monkeypatch):
     """What the logits of an ignored row hold does not show; an impossible target shows in its row alone."""
     monkeypatch.setattr(LAUNCHERS, "parts_launch", lambda *_: SPLIT)
