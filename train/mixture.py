@@ -20,6 +20,7 @@ alike. The mix ends where the next document is due from a source that has no mor
 from __future__ import annotations
 
 import hashlib
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -120,8 +121,8 @@ def _read_mix(path: Path, text_key: str) -> Mixture:
         name = str(entry.get("name", Path(place).name))
         if name in names:
             raise UserError(f"{where} is called {name!r} as an earlier one: give it a name of its own")
-        if entry.get("weight", 1) <= 0 or entry.get("passes", 1) < 1:
-            raise UserError(f"{where}: weight must be above 0 and passes at least 1")
+        if not 0 < entry.get("weight", 1) <= sys.float_info.max or entry.get("passes", 1) < 1:
+            raise UserError(f"{where}: weight must be above 0 and finite, and passes at least 1")
         key = str(entry.get("text_key", text_key))
         sources.append(open_source(place, text_key=key, config=entry.get("config"), split=entry.get("split")))
         names.append(name)

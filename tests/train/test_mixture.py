@@ -141,6 +141,9 @@ def test_a_sample_of_many_small_files_is_no_larger(tmp_path: Path) -> None:
         ("[[source]]\npath = 3", r"source 1 of .*: path is 3"),
         ("[[source]]\npath = 'web.jsonl'\nweight = true", r"weight is True"),
         ("[[source]]\npath = 'web.jsonl'\nweight = 0", r"weight must be above 0"),
+        ("[[source]]\npath = 'web.jsonl'\nweight = nan", r"weight must be above 0 and finite"),
+        ("[[source]]\npath = 'web.jsonl'\nweight = inf", r"weight must be above 0 and finite"),
+        (f"[[source]]\npath = 'web.jsonl'\nweight = 1{'0' * 400}", r"weight must be above 0 and finite"),
         ("[[source]]\npath = 'web.jsonl'\npasses = 0", r"passes at least 1"),
         (
             "[[source]]\npath = 'web.jsonl'\n[[source]]\npath = 'web.jsonl'",
