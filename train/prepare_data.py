@@ -53,6 +53,7 @@ from fuselm.train.shards import (
     TOKENIZER_FILE,
     SplitIndex,
     SplitWriter,
+    bytes_in_words,
     check_output,
     token_dtype,
     whole_folder,
@@ -432,11 +433,9 @@ def _check_space(folder: Path, mixture: Mixture, tokens_a_byte: float, itemsize:
     needed = int((mixture.text_bytes or 0) * tokens_a_byte * itemsize)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UserError(f"{output} needs about {_size(needed)}, but {folder.parent} has {_size(free)} free")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
+        raise UserError(
+            f"{output} needs about {bytes_in_words(needed)}, but {folder.parent} has {bytes_in_words(free)} free"
+        )
 
 
 @dataclass

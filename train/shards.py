@@ -186,6 +186,11 @@ class SplitWriter:
                 file.close()
 
 
+def bytes_in_words(count: int) -> str:
+    """A size in MB or GB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
+
+
 def check_dtype_holds(dtype: np.dtype[Any], vocab_size: int) -> None:
     """Raises DataError where the largest id would wrap around."""
     largest = int(np.iinfo(dtype).max)
