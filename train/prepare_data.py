@@ -433,9 +433,8 @@ def _check_space(folder: Path, mixture: Mixture, tokens_a_byte: float, itemsize:
     needed = int((mixture.text_bytes or 0) * tokens_a_byte * itemsize)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UserError(
-            f"{output} needs about {bytes_in_words(needed)}, but {folder.parent} has {bytes_in_words(free)} free"
-        )
+        room = f"{folder.parent} has {bytes_in_words(free)} free"
+        raise UserError(f"{output} needs about {bytes_in_words(needed)}, but {room}")
 
 
 @dataclass
