@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import torch
 import tyro
 
-from fuselm.model.generate import generate_stream
+from fuselm.model.generate import Sampling, generate_stream
 from fuselm.model.llama import Llama
 from fuselm.model.text_stream import TextStream
 from fuselm.train.chat_data import ChatTemplate, Message
@@ -157,6 +157,10 @@ def main(given: Sequence[str] | None = None) -> int:
         arguments = parse_arguments(Arguments, given, "chat.py")
         if arguments.max_tokens < 1:
             raise UserError(f"--max-tokens is {arguments.max_tokens}: it must be at least 1")
+        try:
+            Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         model, tokenizer = load_tuned(arguments.model, pick_device(arguments.device))
         template = ChatTemplate.load(tokenizer, arguments.template)
         if template.vocab_size > model.config.vocab_size:

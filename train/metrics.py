@@ -165,8 +165,8 @@ class Reporter:
         if self.progress is not None:
             self.progress.console.print(text, markup=False)
             return
-        # A run does not end because nobody reads along any more.
-        with contextlib.suppress(BrokenPipeError):
+        # A run does not end because nobody reads along any more, or because the disk that its words go to is full.
+        with contextlib.suppress(OSError):
             print(text, flush=True)
 
     def explain(self, speed: Speedometer, device: torch.device, seq_len: int) -> None:

@@ -117,12 +117,17 @@ def optional_module(name: str, needed_for: str) -> Any:
         ) from error
 
 
+def is_text(name: str) -> bool:
+    """Whether a file of this name is taken for text."""
+    return name.lower().endswith(SUFFIXES)
+
+
 class FileSource:
     """The text files below a folder (or one file), in the order of their names; each file is a part.
 
     Args:
         path: a folder, searched through all its subfolders, links to folders too, each folder once; or one file. What
-            has a name that ends in one of `SUFFIXES` is text.
+            has a name that ends in one of `SUFFIXES`, in capitals or not, is text.
         text_key: the key of the text in a JSON line, or its column in a Parquet file.
 
     Raises:
@@ -135,7 +140,7 @@ class FileSource:
             if not path.exists():
                 raise UserError(f"source {path} does not exist")
             folder = path.is_dir()
-            self.files = sorted(_files_below(path)) if folder else [path] if path.name.endswith(SUFFIXES) else []
+            self.files = sorted(_files_below(path)) if folder else [path] if is_text(path.name) else []
             stats = [f.stat() for f in self.files]
         except OSError as error:
             raise UserError(f"source {path} cannot be read: {in_words(error)}") from error
@@ -147,16 +152,16 @@ class FileSource:
             raise UserError(f"source {path} holds no text: expected files ending in {', '.join(SUFFIXES)}")
         self.path, self.text_key = path, text_key
         for file in self.files:
-            if file.suffix == ".parquet":
+            if file.suffix.lower() == ".parquet":
                 optional_module("pyarrow.parquet", f"reading {file}")
-            elif file.suffix == ".zst":
+            elif file.suffix.lower() == ".zst":
                 _zstd_decoder(file)
         self._sizes = [s.st_size for s in stats]
         self.parts = len(self.files)
         self._before = [0, *accumulate(self._sizes)]
         self.total_bytes = self._before[-1]
         self._text_sizes = [
-            n if f.suffix in (".txt", ".jsonl") else 4 * n for f, n in zip(self.files, self._sizes, strict=True)
+            n if f.suffix.lower() in (".txt", ".jsonl") else 4 * n for f, n in zip(self.files, self._sizes, strict=True)
         ]
         self.text_bytes = sum(self._text_sizes)
         self.bytes_read = 0
@@ -172,9 +177,9 @@ class FileSource:
         done = self.bytes_read = self._before[part]
         try:
             with file.open("rb") as raw:
-                if file.suffix == ".txt":
+                if file.suffix.lower() == ".txt":
                     yield from self._text_file(file, raw, done) if after == 0 else ()
-                elif file.suffix == ".parquet":
+                elif file.suffix.lower() == ".parquet":
                     yield from self._rows(file, raw, done, after)
                 else:
                     yield from self._records(file, raw, _lines(file, raw), done, after)
@@ -334,17 +339,17 @@ def _files_below(folder: Path) -> Iterator[Path]:
             continue
         seen.add((status.st_dev, status.st_ino))
         folders.sort()
-        yield from (Path(place, name) for name in files if name.endswith(SUFFIXES))
+        yield from (Path(place, name) for name in files if is_text(name))
 
 
 def _lines(file: Path, raw: BinaryIO) -> Iterator[bytes]:
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         with gzip.GzipFile(fileobj=raw) as lines:
             yield from lines
-    elif file.suffix == ".xz":
+    elif file.suffix.lower() == ".xz":
         with lzma.LZMAFile(raw) as lines:
             yield from lines
-    elif file.suffix == ".zst":
+    elif file.suffix.lower() == ".zst":
         yield from _split_lines(_zstd_blocks(file, raw))
     else:
         yield from raw

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fuselm.train.config import TrainConfig, config_from_json
 from fuselm.train.event_log import EVENTS
-from fuselm.train.json_lines import EVENT, METRIC, entries_of
+from fuselm.train.json_lines import EVENT, METRIC, Fields, entries_of
 
 RECENT = 20  # steps that a mean is taken over
 
@@ -24,7 +23,7 @@ class LineFollower:
         fields: what each entry has at least; lines without it are passed over.
     """
 
-    def __init__(self, path: Path, fields: Mapping[str, type]) -> None:
+    def __init__(self, path: Path, fields: Fields) -> None:
         self.path, self.fields = path, fields
         self.entries: list[dict[str, Any]] = []
         self._offset, self._identity, self._rest = 0, None, b""

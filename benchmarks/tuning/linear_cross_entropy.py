@@ -13,12 +13,13 @@ from tuning.base import Target
 from fuselm.kernels import linear_cross_entropy as module
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import launch_forward
+from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan
 from fuselm.kernels.loss_scaling import launch_multiply
 
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304), (32768, 768, 50257))
 CHUNK = 4096
 PARTS = ("logits", "loss", "dx", "dweight of the first chunk", "dweight of a later chunk", "dweight to bf16")
-ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_rows"
+ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_plan"
 
 
 def _inputs(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,7 +94,7 @@ TARGETS: list[Target] = [
         Target(
             name=f"linear_cross_entropy {rows}x{dim}x{vocab} bf16",
             attribute=ATTRIBUTE,
-            candidates=tuple(n for n in (4096, 8192, 2048, 5504, 3328, 1024) if n <= rows),
+            candidates=tuple(ChunkPlan(n) for n in (4096, 8192, 2048, 5504) if n <= rows),
             make=partial(_whole, rows, dim, vocab),
             bytes_moved=0,
         )

@@ -253,3 +253,10 @@ def test_an_adapter_on_itself_is_one_line(tmp_path: Path, capsys) -> None:
     (tmp_path / "adapter" / "adapter.json").write_text("[" * 100_000)
     assert chat.main([str(tmp_path)]) == 2
     assert "adapter.json is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--temperature=-1", "--temperature=nan", "--top-k=0", "--top-p=1.5"])
+def test_a_number_out_of_range_ends_before_anything_is_read(option, capsys):
+    assert chat.main(["no_such_model", option]) == 2
+    said = capsys.readouterr().err
+    assert option.strip("-").partition("=")[0].replace("-", "_") in said and "expected" in said

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -129,6 +130,19 @@ def test_the_smoothed_curve_does_not_lag():
     assert centered_mean(line, 10) == pytest.approx(line)
     spike = centered_mean([0.0] * 7 + [3.0] + [0.0] * 7, 1)
     assert spike == pytest.approx([0.0] * 6 + [1.0] * 3 + [0.0] * 6)
+
+
+def test_words_that_cannot_be_printed_end_nothing(tmp_path, monkeypatch):
+    reporter = Reporter(tmp_path, LoggingConfig(tensorboard=False, plot=False), total_steps=1, start_step=0)
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    reporter.step(metrics(1))
+    reporter.say("more")
+    reporter.close()
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()  # what was said is lost
+    assert [e["step"] for e in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_full_disk_costs_no_line_and_does_not_end_the_run(tmp_path, capsys):

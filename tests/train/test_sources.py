@@ -117,6 +117,15 @@ def test_parquet_without_the_column_names_those_it_has(tmp_path: Path) -> None:
         read(FileSource(tmp_path, text_key="id"))
 
 
+def test_names_in_capitals_are_text_too(tmp_path: Path) -> None:
+    (tmp_path / "A.TXT").write_text("one\n")
+    (tmp_path / "b.Jsonl").write_text('{"text": "two"}\n')
+    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    source = FileSource(tmp_path)
+    texts = ["".join(document.pieces) for part in range(source.parts) for document in source.documents(part)]
+    assert [text.strip() for text in texts] == ["one", "three", "two"]
+
+
 def test_txt_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "READ_BYTES", 7)
     monkeypatch.setattr(documents, "PIECE_CHARS", 20)

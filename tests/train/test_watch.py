@@ -104,7 +104,9 @@ def test_a_file_is_followed_over_half_lines_and_rollbacks(tmp_path):
     path.write_text('{"step": 1}\n{"st')
     follower.read()
     with path.open("a") as file:
-        file.write('ep": 2}\nbroken\n{"step": 3}\n')
+        file.write(
+            'ep": 2, "loss": null}\nbroken\n{"step": 7, "loss": "x"}\n{"step": 8, "mfu": [1]}\n{"step": 3, "lr": 1}\n'
+        )
     follower.read()
     assert [e["step"] for e in follower.entries] == [1, 2, 3]
     shorter = path.with_suffix(".tmp")
