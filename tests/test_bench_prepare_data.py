@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,7 @@ def test_documents_say_what_was_measured() -> None:
     ):
         assert figure in page, figure
     assert result["bytes"] >= 2e9 and run["peak_memory"] < 1e9 and result["cores"] == 2
+    rate = json.loads((SCRIPT.parent / "results" / "prepare_data_rate.json").read_text())
+    assert f"encodes at {rate['median_ratio']:.2f} of the library's own rate" in page
+    middle = [statistics.median(rate[f"{name}_mb_per_s"]) for name in ("prepare", "library")]
+    assert f"{middle[0]:.1f} and {middle[1]:.1f} MB/s" in page
