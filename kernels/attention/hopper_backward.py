@@ -43,8 +43,8 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import (
     add_dq,
     attention_finish_kernel,
-    pass_turn,
     attention_prepare_kernel,
+    pass_turn,
     wait_for_turn,
 )
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch

@@ -46,8 +46,8 @@ class RmsNormLaunch:
             elements at both ends of a row. The blocks must hold a row that begins 15 bytes into them.
         late_weight: forward, one program a block of rows: load the weight after the sum of squares, when nothing else
             waits for memory. It needs fewer registers, so that more rows are in flight.
-        eviction: forward: what the caches are told of x and residual, "evict_first" or "" for nothing. What is read then
-            gives way to what is written, which the next kernel may find in L2.
+        eviction: forward: what the caches are told of x and residual, "evict_first" or "" for nothing. What is read
+            then gives way to what is written, which the next kernel may find in L2.
         max_registers: registers a thread at most, 0 for no limit: more programs an SM, if nothing spills.
     """
 
