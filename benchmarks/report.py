@@ -199,7 +199,7 @@ def curves_of(result: dict[str, Any]) -> list[Curve]:
         known = kernels in (COLOURS if row["ours"] else PEER_COLOURS)
         if row["status"] != "ok" or not known:
             continue
-        own = "fuselm" if result.get("comparison") and kernels == "triton" else NAMES.get(kernels, kernels)
+        own = "fuselm" if result.get("comparison") and kernels == "triton" else NAMES.get(kernels, str(kernels))
         name = own if row["ours"] else kernels
         name += ", again" if row["again"] else ""
         name += f", {row['gpus']} GPUs" if row["gpus"] > 1 else ""

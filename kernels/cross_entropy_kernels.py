@@ -21,6 +21,8 @@ Both passes are bound by instructions unless they are lean, so:
 
 from __future__ import annotations
 
+from typing import Any
+
 from fuselm.kernels._triton import HAVE_TRITON, INTERPRET, jit, tl
 from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, lse_of, sum_of_vectors, tanh
 from fuselm.kernels.cross_entropy_rows import head_of, lanes_of, prefetch_row, ragged_ends, row_offset
@@ -29,8 +31,9 @@ VECTOR_BYTES = 16
 
 if HAVE_TRITON:
     _LOG2E = tl.constexpr(1.4426950216293335)  # log2(e) rounded to fp32
-    LOWEST = tl.constexpr(-3.0e38)
     _INTERPRET = tl.constexpr(INTERPRET)
+
+LOWEST: Any = tl.constexpr(-3.0e38) if HAVE_TRITON else None
 
 
 @jit

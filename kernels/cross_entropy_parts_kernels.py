@@ -8,13 +8,10 @@ lse the same kernel is the backward pass.
 
 from __future__ import annotations
 
-from fuselm.kernels._triton import HAVE_TRITON, jit, tl
-from fuselm.kernels.cross_entropy_kernels import row_sums, write_gradient
+from fuselm.kernels._triton import jit, tl
+from fuselm.kernels.cross_entropy_kernels import LOWEST, row_sums, write_gradient
 from fuselm.kernels.cross_entropy_math import lse_of
 from fuselm.kernels.cross_entropy_rows import head_of, row_offset
-
-if HAVE_TRITON:
-    from fuselm.kernels.cross_entropy_kernels import LOWEST
 
 
 @jit
