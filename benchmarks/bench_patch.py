@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import environment
 
 import fuselm
-from fuselm.env import package_version, versions
+from fuselm.env import package_version
 from fuselm.model.config import LlamaConfig
 from fuselm.model.generate import generate
 from fuselm.model.hf import load_hf
@@ -326,8 +327,8 @@ def main(given: list[str] | None = None) -> int:
     training = {p: (measured.get(p) or [None])[0] for p in TRAINING if p in wanted}
     decoding = measured["decode"] if "decode" in wanted else []
     facts = {k: str(v) for k, v in vars(arguments).items() if k not in ("part", "output")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    results = {"device": device, "versions": versions(), "arguments": facts, "training": training, "decoding": decoding}
+    where = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    results = {"environment": where, "arguments": facts, "training": training, "decoding": decoding}
     print(report(results))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """The matrix multiplications of linear + cross-entropy over one chunk of rows, and the buffer of logits between them.
 
 cuBLAS has no fast kernel for 16-bit matrices of a vocabulary that fills no whole 16-byte vectors, wherever rows start:
-at 4096 x 768 x 50257 an H200 took 3.36 ms for the logits and 2.53 ms for dx, at 50264 0.46 and 0.41 ms. The vocabulary
-is therefore cut at its last whole vector, and the few columns after it are multiplied apart; what two parts add to is
-added up in fp32 and rounded once.
+on an H200 logits and dx of 50257 columns take several times as long as those of 50264 (`benchmarks/tune.py
+linear_cross_entropy` times the parts of both 50304 and 50257). The vocabulary is therefore cut at its last whole
+vector, and the few columns after it are multiplied apart; what two parts add to is added up in fp32 and rounded once.
 """
 
 from __future__ import annotations

@@ -157,3 +157,9 @@ def test_a_control_is_compared_with_the_run_it_controls_and_with_nothing_else(be
     }
     rows = {row.split("|")[3].strip(): row for row in report.markdown([result]).splitlines() if row.startswith("| p")}
     assert "25.00%" in rows["eager"] and "10.00% from eager (control)" in rows["eager+cudnn"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.name)
+def test_a_result_says_where_it_was_measured(path):
+    facts = json.loads(path.read_text())["environment"]
+    assert {"card", "torch", "triton", "commit"} <= facts.keys() and facts["commit"] not in ("", "unknown", "head")

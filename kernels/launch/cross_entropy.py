@@ -73,8 +73,8 @@ def cross_entropy_launch(
     logits are 34 MB). A thread holds two vectors of 16 bytes at a time, four in the widest rows, where a single program
     an SM has to keep enough bytes in flight. Loss and gradient on an H200, bf16: 8192 x 128256 1.27 ms, with two
     vectors 1.45; 16384 x 50304 0.95 ms, with one 1.28; 16384 x 32000 0.53 ms, with one 0.58. Asking L2 for the next row
-    (`ahead`) costs more than it brings: 1.56 ms without and 1.61 to 1.75 with it at 8192 x 128256, in a run that read
-    high altogether; 0.53 and 0.59 ms at 16384 x 32000. A softcap's tanh needs the registers of two vectors: with four
+    (`ahead`) is off: 0.59 ms with it at 16384 x 32000; 1.28 with and 1.36 without at 8192 x 128255, but no gain at
+    8192 x 128256. A softcap's tanh needs the registers of two vectors: with four
     it spills up to 1 KB on sm_100.
     """
     vector = 16 // dtype.itemsize
