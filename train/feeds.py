@@ -13,6 +13,8 @@ from fuselm.train.evaluation import Feed
 from fuselm.train.packing import PackedStream, PrefetchingFeed
 from fuselm.train.validation import Validation
 
+DATA_DIGEST = "digest of the training data"
+
 
 def open_feeds(config: TrainConfig, world: World) -> tuple[TokenDataset, PrefetchingFeed, Validation | None]:
     """The training split, how this rank reads it, and the validation; all ranks together.
@@ -68,5 +70,5 @@ def data_position(config: TrainConfig, dataset: TokenDataset) -> dict[str, Any]:
         "data.packing": config.data.packing,
         "tokenizer": dataset.tokenizer_hash,
         "tokens of the training data": dataset.num_tokens,
-        "digest of the training data": dataset.sample_digest(),
+        DATA_DIGEST: dataset.sample_digest(),
     }

@@ -13,6 +13,7 @@ from fuselm.train.config import TrainConfig, config_from_json, to_json
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.errors import UserError
 from fuselm.train.event_log import read_events
+from fuselm.train.feeds import DATA_DIGEST
 
 # What a checkpoint's configuration must share with the run that loads it; other fields (kernels, ...) may change.
 _SHAPE = [
@@ -113,7 +114,8 @@ def go_on_with_batch(config: TrainConfig, ranks: int) -> TrainConfig:
 def _compare(checkpoint: Path, manifest: dict[str, Any], config: TrainConfig, position: dict[str, Any]) -> None:
     now = json.loads(to_json(config))["model"]
     pairs = [(f"model.{k}", manifest["config"]["model"].get(k), now[k]) for k in _SHAPE]
-    pairs += [(k, manifest["position"][k], v) for k, v in position.items() if k in manifest["position"]]
+    written = {DATA_DIGEST: position.get(DATA_DIGEST)} | manifest["position"]  # older versions did not write it
+    pairs += [(k, written.get(k), v) for k, v in position.items()]
     for name, before, after in pairs:
         if before != after:
             raise UserError(

@@ -60,3 +60,11 @@ def test_other_text_of_the_same_length_is_refused(make_config, world, losses_of,
     write_manifest(checkpoint, manifest)
     train(goes_on_to(config, 4), world)
     assert sorted(losses_of(tmp_path / "tiny")) == [1, 2, 3, 4]
+
+    checkpoint = latest_checkpoint(tmp_path / "tiny")
+    assert checkpoint is not None
+    manifest = open_manifest(checkpoint)
+    del manifest["position"]["training.seed"]  # which every version wrote
+    write_manifest(checkpoint, manifest)
+    with pytest.raises(UserError, match=r"training\.seed None"):
+        train(goes_on_to(config, 5), world)
