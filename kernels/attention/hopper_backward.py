@@ -175,7 +175,9 @@ def _consume(
             before_end = before_begin + before_count  # the tile before adds to the blocks below
     padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
     dq_row = padded + block * BLOCK_M
-    added_row = dq_row
+    # Not `= dq_row`: Triton takes a variable for unchanged by a loop that gives it the value it has, and two names of
+    # one value have it at the loop's start (test_kernel_sources.py).
+    added_row = padded + block * BLOCK_M
     turn = gl.where(block < before_end, tile, 0)
     dq = gl.zeros([64, 64], gl.float32, half)
     if SCHEDULE == "lagged":  # before the first block, dS is 0
