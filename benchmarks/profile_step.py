@@ -1,14 +1,18 @@
 """Where a training step's GPU time goes, by kind of kernel, and how long the GPU waits for the host.
 
     python benchmarks/profile_step.py --preset llama3_1b --output benchmarks/results "--extra=--data.vocab-size 16384"
+    torchrun --nproc-per-node 2 benchmarks/profile_step.py --preset llama3_8b
 
 Runs `train/pretrain.py`'s training in this process, records a few settled steps with torch.profiler, prints a table of
-milliseconds a step, and writes OUTPUT/profile_PRESET.json.
+milliseconds a step, and writes OUTPUT/profile_PRESET.json. Of several ranks the first one is shown. Kernels of several
+streams run side by side: "alone" is the time in which nothing but kernels of one kind runs, so that of communication is
+what the step waits for it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -92,6 +96,21 @@ def busy(kernels: Iterable[Kernel]) -> float:
     return total
 
 
+def alone(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Microseconds in which kernels of one kind run and none of another, by kind."""
+    changes = sorted((at, change, kind_of(k.name)) for k in kernels for at, change in ((k.begin, 1), (k.end, -1)))
+    running: dict[str, int] = defaultdict(int)
+    total: dict[str, float] = defaultdict(float)
+    since = 0.0
+    for at, change, kind in changes:
+        kinds = [name for name, count in running.items() if count]
+        if len(kinds) == 1:
+            total[kinds[0]] += at - since
+        running[kind] += change
+        since = at
+    return dict(total)
+
+
 def summarise(kernels: list[Kernel], steps: int) -> dict[str, Any]:
     """Milliseconds a step by kind, the dearest kernels, and the time in which the GPU ran nothing.
 
@@ -114,6 +133,7 @@ def summarise(kernels: list[Kernel], steps: int) -> dict[str, Any]:
         "idle_milliseconds_a_step": (span - busy(kernels)) * scale,
         "kernels_a_step": len(kernels) / steps,
         "by_kind": {kind: us * scale for kind, us in sorted(by_kind.items(), key=lambda item: -item[1])},
+        "alone": {kind: us * scale for kind, us in sorted(alone(kernels).items(), key=lambda item: -item[1])},
         "dearest": [
             {"name": name[:160], "kind": kind_of(name), "milliseconds": us * scale, "calls": calls / steps}
             for name, (us, calls) in dearest
@@ -124,10 +144,17 @@ def summarise(kernels: list[Kernel], steps: int) -> dict[str, Any]:
 def table(summary: dict[str, Any]) -> str:
     """The summary as a Markdown table."""
     whole = summary["milliseconds_a_step"]
-    lines = ["| where | ms a step | share |", "|---|---|---|"]
+    lines = ["| where | ms a step | share | alone |", "|---|---|---|---|"]
     rows = [*summary["by_kind"].items(), ("GPU idle", summary["idle_milliseconds_a_step"]), ("step", whole)]
-    lines += [f"| {name} | {value:.2f} | {value / whole:.1%} |" for name, value in rows]
+    for name, value in rows:
+        by_itself = f"{summary['alone'].get(name, 0.0):.2f}" if name in summary["by_kind"] else ""
+        lines.append(f"| {name} | {value:.2f} | {value / whole:.1%} | {by_itself} |")
     return "\n".join(lines)
+
+
+def is_first() -> bool:
+    """Whether this is the first rank."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def record(arguments: Arguments) -> list[Kernel]:
@@ -159,7 +186,8 @@ def record(arguments: Arguments) -> list[Kernel]:
         hook.remove()
     if code:
         sys.exit(code)
-    shutil.rmtree(arguments.runs)
+    if is_first():
+        shutil.rmtree(arguments.runs)
     events = profiler.events() or []
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
@@ -173,9 +201,18 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     if not torch.cuda.is_available():
         sys.exit("error: a profile of GPU kernels needs a GPU")
-    summary = summarise(record(arguments), arguments.steps)
+    kernels = record(arguments)
+    if not is_first():
+        return
+    summary = summarise(kernels, arguments.steps)
     device = torch.device("cuda")
-    result = {"environment": environment(device), "preset": arguments.preset, "kernels": arguments.kernels, **summary}
+    result = {
+        "environment": environment(device),
+        "preset": arguments.preset,
+        "kernels": arguments.kernels,
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        **summary,
+    }
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"profile_{arguments.preset}{arguments.label}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -65,7 +65,19 @@ def test_overlapping_kernels_are_busy_once_and_gaps_are_idle(profile_step):
     assert summary["idle_milliseconds_a_step"] == pytest.approx(0.5)
     assert summary["by_kind"] == pytest.approx({"rope": 1.0, "matrix multiplication": 0.8})
     assert summary["dearest"][0]["name"] == "_rope_kernel" and summary["dearest"][0]["calls"] == 1.0
-    assert "| GPU idle | 0.50 | 25.0% |" in profile_step.table(summary)
+    assert summary["alone"] == pytest.approx({"rope": 0.75, "matrix multiplication": 0.5})
+    assert "| GPU idle | 0.50 | 25.0% |  |" in profile_step.table(summary)
+    assert "| matrix multiplication | 0.80 | 40.0% | 0.50 |" in profile_step.table(summary)
+
+
+def test_alone_counts_streams_that_run_side_by_side(profile_step):
+    kernels = [
+        profile_step.Kernel("ncclDevKernel_AllGather", 0, 100),
+        profile_step.Kernel("ncclDevKernel_ReduceScatter", 50, 120),  # two of one kind
+        profile_step.Kernel("nvjet_a", 80, 110),
+        profile_step.Kernel("_rope_kernel", 110, 130),
+    ]
+    assert profile_step.alone(kernels) == pytest.approx({"communication": 80.0, "rope": 10.0})
 
 
 def test_nothing_recorded_is_an_error(profile_step):
