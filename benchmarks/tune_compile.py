@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def compile_only() -> Iterator[None]:
         jit_function.run = run
 
 
-def turns_of(targets: list[Target]) -> list[tuple[int, int]]:
+def turns_of(targets: Sequence[Target]) -> list[tuple[int, int]]:
     """(turn, index of the target) in the order of trying: every target's current choice (turn 0), then every target's
     first candidate."""
     most = max(1 + len(target.candidates) for target in targets)
@@ -75,7 +75,7 @@ def turns_of(targets: list[Target]) -> list[tuple[int, int]]:
 
 
 def compile_part(
-    targets: list[Target], device: torch.device, part: tuple[int, int], deadline: float, done: Path | None
+    targets: Sequence[Target], device: torch.device, part: tuple[int, int], deadline: float, done: Path | None
 ) -> None:
     """Compiles every n-th choice, from the i-th, so that Triton's cache on disk has it; failures are not this process's
     business."""
@@ -84,10 +84,10 @@ def compile_part(
         target = targets[i]
         if time.monotonic() > deadline:
             return
-        with contextlib.suppress(Exception):
+        # Kernels of the inputs are not launched either: the card is for the process that measures.
+        with contextlib.suppress(Exception), compile_only():
             run, _ = target.make(device)
-            with compile_only():
-                (run if turn == 0 else called(run, target.attribute, target.candidates[turn - 1]))()
+            (run if turn == 0 else called(run, target.attribute, target.candidates[turn - 1]))()
         run = None
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -113,7 +113,7 @@ class CompileJobs:
         return all(process.poll() is not None for process in self._running)
 
     def stop(self) -> None:
-        """Ends the processes that still run."""
+        """Ends the processes that still run; safe to call twice."""
         for process in self._running:
             if process.poll() is None:
                 process.kill()

@@ -17,6 +17,7 @@ import tyro
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 tune: Any = importlib.import_module("tune")
 tune_compile: Any = importlib.import_module("tune_compile")
+tune_measure: Any = importlib.import_module("tune_measure")
 interleaved = importlib.import_module("timing").interleaved
 Target = importlib.import_module("tuning.base").Target
 
@@ -43,9 +44,16 @@ def _target(toy: Any, *candidates: object, name: str = "toy 64 fp32") -> Any:
     return Target(name, "toy_kernel.launch", candidates, lambda device: (run, lambda: x.double() * 2), 2 * x.nbytes)
 
 
+def _tuning(targets: list[Any], deadline: float = math.inf, **callbacks: Any) -> Any:
+    """Measures in this process."""
+    measurer = tune_measure.Measurer(targets, CPU, lambda step: None)
+    callbacks = {"tried": lambda result, row: None, "report": lambda result: None} | callbacks
+    return tune.Tuning(targets, lambda request, deadline: measurer.answer(request), 3, deadline, **callbacks)
+
+
 def _tune(target: Any, deadline: float = math.inf) -> Any:
     results = []
-    tune.tune([target], CPU, 3, deadline, results.append)
+    _tuning([target], deadline, report=results.append).run()
     (result,) = results
     return result
 
@@ -70,31 +78,24 @@ def test_what_the_budget_left_out_is_said(toy):
     assert statuses == dict.fromkeys(["current", "(2.0, 0.0)"], "left out: the time budget is used up")
 
 
-def test_the_likeliest_candidates_of_all_targets_come_first(toy):
+def test_the_likeliest_candidates_of_all_targets_come_first(toy, monkeypatch):
     """The budget ends after four tries: both targets' current choice and first candidate."""
     results, tried = [], []
     targets = [_target(toy, (2.0, 0.0), (2.0, 0.001), name=name) for name in ("a", "b")]
-
-    class Clock:
-        """Time goes on by one second a try."""
-
-        def __init__(self) -> None:
-            self.attempt = tune.Trial.attempt
-
-        def __call__(self, trial: Any, turn: int) -> None:
-            tried.append((trial.result.name, turn))
-            self.attempt(trial, turn)
-
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune.Trial, "attempt", lambda trial, turn: clock(trial, turn))
-        patch.setattr(tune.time, "monotonic", lambda: float(len(tried)))
-        tune.tune(targets, CPU, 3, 4.0 + 2 * tune.TIMED_S, results.append)
-    assert tried[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and len(tried) < 6
+    monkeypatch.setattr(tune.time, "monotonic", lambda: float(len(tried)))  # a second a try
+    tuning = _tuning(
+        targets,
+        4.0 + 2 * tune.TIMED_S,
+        tried=lambda result, row: tried.append((result.name, row.choice)),
+        report=results.append,
+    )
+    tuning.run()
+    first = [("a", "current"), ("b", "current"), ("a", "(2.0, 0.0)"), ("b", "(2.0, 0.0)")]
+    assert tried[:4] == first and len(tried) < 6
     for result in results:
         statuses = {row.choice: row.status for row in result.rows}
         assert statuses["current"] == statuses["(2.0, 0.0)"] == "ok"
-        assert all(row.timing for row in result.rows if row.status == "ok")
+        assert all(row.timing and row.rounds == 3 for row in result.rows if row.status == "ok")
     assert [row.status for row in results[1].rows].count(tune.NO_TIME) == 1
 
 
@@ -107,11 +108,51 @@ def test_what_is_compiled_is_tried_while_the_rest_is_waited_for(toy):
         ready[turn, index] -= 1
         return ready[turn, index] < 0
 
-    attempt = tune.Trial.attempt
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune.Trial, "attempt", lambda trial, turn: tried.append(turn) or attempt(trial, turn))
-        tune.tune([target], CPU, 3, math.inf, lambda result: None, compiled, lambda: stopped.append(list(tried)))
-    assert tried == [1, 2, 0] and stopped == [tried]
+    tuning = _tuning([target], tried=lambda result, row: tried.append(row.choice))
+    tuning.run(compiled, lambda: stopped.append(list(tried)))
+    assert tried == ["(2.0, 0.0)", "(2.0, 0.001)", "current"] and stopped == [tried]
+
+
+def test_a_choice_has_a_time_as_soon_as_it_was_tried(toy):
+    """Beside the current one, in the same rounds; the long timings come last, and where they fail the first ones stay.
+
+    The current choice takes 20 ms and the candidate 1 ms, so that their ratio tells one from the other."""
+    toy.launch = lambda n: (2.0, 0.02)
+    target, seen = _target(toy, (2.0, 0.001)), []
+    tuning = _tuning(
+        [target], tried=lambda result, row: seen.append((row.choice, row.timing.median_ms, row.of_current))
+    )
+    tuning.run()
+    assert [choice for choice, _, _ in seen] == ["current", "(2.0, 0.001)"]
+    assert seen[0][1] >= 20 and seen[0][2] == 1.0 and seen[1][1] >= 1 and seen[1][2] < 0.9
+
+    def no_finals(request: dict[str, Any], deadline: float) -> dict[str, Any]:
+        if request["do"] == "finals":
+            raise tune_measure.LostError("hung while it was timed, ended after 20 s", "time")
+        return measurer.answer(request)
+
+    measurer = tune_measure.Measurer([target], CPU, lambda step: None)
+    tuning = tune.Tuning([target], no_finals, 30, math.inf, lambda result, row: None, lambda result: None)
+    tuning.run()
+    (result,) = tuning.results
+    assert result.note == "no longer timings: hung while it was timed, ended after 20 s"
+    assert [(row.choice, row.rounds) for row in result.rows] == [("(2.0, 0.001)", 10), ("current", 10)]
+
+
+def test_a_target_that_lost_a_process_is_tried_after_the_others(toy):
+    tried = []
+    targets = [_target(toy, (2.0, 0.0), (2.0, 0.001), name=name) for name in ("a", "b")]
+    measurer = tune_measure.Measurer(targets, CPU, lambda step: None)
+
+    def ask(request: dict[str, Any], deadline: float) -> dict[str, Any]:
+        lost = request["do"] == "attempt" and (request["index"], request["turn"]) == (0, 1)
+        return measurer.answer(request) | ({"lost": True} if lost else {})
+
+    tuning = tune.Tuning(
+        targets, ask, 3, math.inf, lambda result, row: tried.append((result.name, row.choice)), lambda result: None
+    )
+    tuning.run()
+    assert [name for name, _ in tried] == ["a", "b", "a", "b", "b", "a"] and len(set(tried)) == 6
 
 
 def test_a_target_that_cannot_be_set_up_is_a_failed_row(toy):
@@ -129,18 +170,35 @@ def test_a_target_that_cannot_be_set_up_is_a_failed_row(toy):
 @pytest.mark.parametrize("factor", [1.0, 1.0 + 2.0**-7])
 def test_the_check_allows_roundings_and_nothing_else(factor):
     x = torch.linspace(1, 2, 1000, dtype=torch.float64)
-    tune.check((x.to(torch.bfloat16) * factor, None), [x, None])
+    tune_measure.check((x.to(torch.bfloat16) * factor, None), [x, None])
     with pytest.raises(ValueError, match="output 0 is wrong"):
-        tune.check(x.to(torch.bfloat16) * 1.03, [x])
+        tune_measure.check(x.to(torch.bfloat16) * 1.03, [x])
     with pytest.raises(ValueError, match="relative error inf"):
-        tune.check(torch.where(x == 1, torch.nan, x), [x])
+        tune_measure.check(torch.where(x == 1, torch.nan, x), [x])
     with pytest.raises(ValueError, match="1 outputs, the reference has 2"):
-        tune.check(x, [x, x])
+        tune_measure.check(x, [x, x])
     with pytest.raises(ValueError, match="shapes differ"):
-        tune.check(x[:5], [x])
+        tune_measure.check(x[:5], [x])
+
+
+class _InProcess:
+    """Stands in for the Worker."""
+
+    def __init__(self, command: list[str], silent_s: float) -> None:
+        arguments = tyro.cli(tune.Arguments, args=command[2:])
+        assert arguments.measure and silent_s == 20.0
+        targets = [t for t in tune.load_targets("toy") if t.name.startswith(arguments.only.split(",")[0])]
+        self._measurer = tune_measure.Measurer(targets, CPU, lambda step: None)
+
+    def ask(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
+        return self._measurer.answer(request)
+
+    def end(self) -> None:
+        pass
 
 
 def test_the_command_line_writes_json(toy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tune, "Worker", _InProcess)
     monkeypatch.setattr(tune, "load_targets", lambda op: [_target(toy, (2.0, 0.0)), _target(toy, name="other")])
     output = tmp_path / "results" / "tune.json"
     monkeypatch.setattr(
@@ -149,11 +207,12 @@ def test_the_command_line_writes_json(toy, monkeypatch, tmp_path, capsys):
     tune.main()
     facts = json.loads(output.read_text())
     assert [t["name"] for t in facts["targets"]] == ["toy 64 fp32"] and facts["environment"]["torch"]
+    assert facts["state"] == "complete" and [path.name for path in output.parent.iterdir()] == ["tune.json"]
     printed = capsys.readouterr().out
     assert "show nothing about GPUs" in printed and "toy_kernel.launch" in printed and "left out" not in printed
     monkeypatch.setattr(sys, "argv", ["tune.py", "toy", "--budget-s", "0"])
     tune.main()
-    assert "left out, no time: toy 64 fp32: current, (2.0, 0.0)" in capsys.readouterr().out
+    assert "left out: toy 64 fp32: current, (2.0, 0.0)" in capsys.readouterr().out
 
 
 def test_an_op_without_targets_is_refused():
