@@ -13,10 +13,10 @@ Both passes are bound by instructions unless they are lean, so:
   running maximum once and rescales the running sum once.
 - The second pass writes p · factor. Upstream gradient, z-loss, the gradient of lse and the low part of lse are in the
   factor, computed once a row; the target's element is computed apart and stored after a barrier.
-- While a program writes, it asks for the row that its SM takes next, so that memory is read during the second pass too.
-- With `carry`, each block is loaded into registers a pass before it is used.
-- With stages, later blocks are on their way to shared memory (cp.async) while one is worked on: few programs then keep
-  enough bytes in flight. Triton leaves the loops as they are with one stage.
+- With `ahead`, a program that writes asks for the row that its SM takes next, so that memory is read during the second
+  pass too.
+- The loops say num_stages=1: loads go straight to registers and through L1, where the second pass finds a part of the
+  row.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ def row_sums(
     RAGGED: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    READ_STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -87,24 +85,13 @@ def row_sums(
     s = tl.zeros([N], tl.float32)
     total = tl.zeros([N], tl.float32)
     picked = tl.zeros([N], tl.float32)
-    if CARRY:  # each block is loaded a pass before it is used
-        waiting = tl.load(tl.multiple_of(body + lanes, [1, 16]), mask=full > 0, eviction_policy="evict_last")
-        for i in range(0, full):
-            z = waiting.to(tl.float32)
-            pointers = tl.multiple_of(body + tl.minimum(i + 1, full - 1) * BLOCK + lanes, [1, 16])
-            waiting = tl.load(pointers, eviction_policy="evict_last")
-            column = head + i * BLOCK + lanes
-            reference, s, total, picked = _accumulate(
-                reference, s, total, picked, z, True, column, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
-            )
-    else:
-        for i in tl.range(0, full, num_stages=READ_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-            pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
-            z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
-            column = head + i * BLOCK + lanes
-            reference, s, total, picked = _accumulate(
-                reference, s, total, picked, z, True, column, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
-            )
+    for i in tl.range(0, full, num_stages=1):
+        pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
+        z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
+        column = head + i * BLOCK + lanes
+        reference, s, total, picked = _accumulate(
+            reference, s, total, picked, z, True, column, target, softcap, HAS_SOFTCAP, HAS_SMOOTHING
+        )
     if full * N < chunks:
         mask = (full * N + tl.arange(0, N) < chunks)[:, None]
         pointers = tl.multiple_of(body + full * BLOCK + lanes, [1, 16])
@@ -178,8 +165,6 @@ def write_gradient(
     ALIGNMENT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    WRITE_STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -215,27 +200,13 @@ def write_gradient(
             d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
             pointers = tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT])
             tl.store(pointers, d.to(dtype), mask=mask, eviction_policy="evict_first")
-        if CARRY:
-            last = tl.maximum(full - 1, 0) * BLOCK
-            waiting = tl.load(
-                tl.multiple_of(source + last + lanes, [1, 16]), mask=full > 0, eviction_policy="evict_first"
-            )
-            for i in range(0, full):
-                start = (full - 1 - i) * BLOCK
-                z = waiting.to(tl.float32)
-                pointers = tl.multiple_of(source + tl.maximum(start - BLOCK, 0) + lanes, [1, 16])
-                waiting = tl.load(pointers, eviction_policy="evict_first")
-                d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
-                pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
-                tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
-        else:
-            for i in tl.range(0, full, num_stages=WRITE_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-                start = (full - 1 - i) * BLOCK
-                pointers = tl.multiple_of(source + start + lanes, [1, 16])
-                z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
-                d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
-                pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
-                tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
+        for i in tl.range(0, full, num_stages=1):
+            start = (full - 1 - i) * BLOCK
+            pointers = tl.multiple_of(source + start + lanes, [1, 16])
+            z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
+            d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
+            pointers = tl.multiple_of(sink + start + lanes, [1, ALIGNMENT])
+            tl.store(pointers, d.to(dtype), eviction_policy="evict_first")
         if RAGGED:
             column, exists = ragged_ends(head, vocab, VECTOR)
             z = tl.load(logits + column, mask=exists, other=0.0).to(tl.float32)
@@ -288,9 +259,6 @@ def cross_entropy_forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    READ_STAGES: tl.constexpr,
-    WRITE_STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     AHEAD: tl.constexpr,
     THREADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -321,8 +289,6 @@ def cross_entropy_forward_kernel(
         RAGGED,
         HAS_SMOOTHING,
         HAS_SOFTCAP,
-        READ_STAGES,
-        CARRY,
         BLOCK,
         VECTOR,
     )
@@ -384,8 +350,6 @@ def cross_entropy_forward_kernel(
             ALIGNMENT,
             HAS_SMOOTHING,
             HAS_SOFTCAP,
-            WRITE_STAGES,
-            CARRY,
             BLOCK,
             VECTOR,
         )
@@ -422,8 +386,6 @@ def cross_entropy_backward_kernel(
     PARTIAL: tl.constexpr,
     RAGGED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    WRITE_STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -473,8 +435,6 @@ def cross_entropy_backward_kernel(
             ALIGNMENT,
             HAS_SMOOTHING,
             HAS_SOFTCAP,
-            WRITE_STAGES,
-            CARRY,
             BLOCK,
             VECTOR,
         )

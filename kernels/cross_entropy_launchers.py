@@ -35,6 +35,12 @@ def _geometry(logits: torch.Tensor, gradient: torch.Tensor) -> dict[str, int]:
     }
 
 
+def _rows_aligned(logits: torch.Tensor) -> bool:
+    # whether every row of (outer, inner, vocab) logits begins at a 16-byte border
+    steps = (stride for size, stride in zip(logits.shape[:2], logits.stride()[:2], strict=True) if size > 1)
+    return not any(n % VECTOR_BYTES for n in (logits.data_ptr(), *(n * logits.element_size() for n in steps)))
+
+
 def _launch_parts(
     split: PartsLaunch,
     logits: torch.Tensor,
@@ -148,7 +154,7 @@ def launch_forward(
         skip = skip_ignored and grad_lse is None
         _launch_parts(split, logits, targets, loss, lse, lse_low, gradient, scale, None, grad_lse, options, True, skip)
         return
-    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
+    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0, _rows_aligned(logits))
     with launch_device(logits):
         cross_entropy_forward_kernel[(outer * inner,)](
             logits,
@@ -171,7 +177,7 @@ def launch_forward(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
-            ahead=profile.num_sms * launch.resident,
+            ahead=profile.num_sms,
             PARTIAL=total is not None,
             SKIP_IGNORED=skip_ignored and grad_lse is None,
             WRITE_GRADIENT=gradient is not None,
@@ -179,9 +185,6 @@ def launch_forward(
             HAS_GRAD_LSE=grad_lse is not None,
             HAS_SMOOTHING=label_smoothing != 0,
             HAS_SOFTCAP=softcap != 0,
-            READ_STAGES=launch.read_stages,
-            WRITE_STAGES=launch.write_stages,
-            CARRY=launch.carry,
             AHEAD=launch.ahead if gradient is not None else 0,
             THREADS=32 * launch.num_warps,
             BLOCK=launch.block,
@@ -242,7 +245,7 @@ def launch_backward(
             keep_if_one=keep_if_one,
         )
         return
-    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0)
+    launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0, _rows_aligned(logits))
     with launch_device(logits):
         cross_entropy_backward_kernel[(min(rows, profile.num_sms * max(64 // launch.num_warps, 1)),)](
             logits,
@@ -271,8 +274,6 @@ def launch_backward(
             HAS_SMOOTHING=label_smoothing != 0,
             HAS_SOFTCAP=softcap != 0,
             PARTIAL=classes is not None,
-            WRITE_STAGES=launch.write_stages,
-            CARRY=launch.carry,
             BLOCK=launch.block,
             num_warps=launch.num_warps,
             **_geometry(logits, gradient),

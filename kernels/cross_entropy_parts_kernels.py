@@ -62,8 +62,6 @@ def cross_entropy_parts_kernel(
         RAGGED,
         HAS_SMOOTHING,
         HAS_SOFTCAP,
-        1,
-        False,
         BLOCK,
         VECTOR,
     )
@@ -197,8 +195,6 @@ def cross_entropy_parts_gradient_kernel(
             ALIGNMENT,
             HAS_SMOOTHING,
             HAS_SOFTCAP,
-            1,
-            False,
             BLOCK,
             VECTOR,
         )

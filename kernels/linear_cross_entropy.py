@@ -382,7 +382,7 @@ def linear_cross_entropy(
             logits a second time in the backward pass.
         return_lse: also return the logsumexp of the (capped) logits of every row; differentiable, at the price of
             computing the logits a second time where its gradient is used.
-        chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 4096.
+        chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 5504.
         memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
             shrink with it: dx in the dtype of the multiplications, dweight in fp32. Where only few rows of logits fit,
             chunks of the vocabulary take their place: the logits are computed twice, dx is summed in fp32, and no

@@ -17,27 +17,11 @@ from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
 SHAPES = ((8192, 128256), (16384, 50304), (16384, 32000), (16384, 50257), (8192, 128255))
 CHECKED_ROWS = 64
-# logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, stages of both passes,
-# logits of the next row that it asks L2 for, programs on an SM, whether blocks are loaded a pass ahead
+# logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, logits of the next row that
+# it asks L2 for
 LAUNCHES = {
-    "wide": (
-        (32768, 32),
-        (16384, 32, 1, 1, 0, 1, True),
-        (32768, 32, 1, 1, 0, 1, True),
-        (16384, 32, 1, 1, 32768, 1, True),
-        (32768, 32, 1, 1, 32768, 1),
-        (8192, 32, 1, 1, 0, 1, True),
-        (16384, 32),
-    ),
-    "middle": (
-        (8192, 16),
-        (8192, 16, 1, 1, 0, 1, True),
-        (16384, 32, 1, 1, 0, 1, True),
-        (4096, 16, 1, 1, 0, 1, True),
-        (16384, 16, 1, 1, 0, 1, True),
-        (4096, 8, 1, 1, 0, 1, True),
-        (8192, 32),
-    ),
+    "wide": ((32768, 32), (32768, 32, 32768), (16384, 32)),
+    "middle": ((8192, 16), (4096, 16), (4096, 8), (8192, 32)),
 }
 
 
@@ -83,9 +67,9 @@ TARGETS: list[Target] = [
 
 # Few rows: programs a row, logits of each, logits and warps a program handles at a time; None is one program a row.
 FEW_ROWS = (
-    (1, 128256, (PartsLaunch(126, 1024, 1024, 4), PartsLaunch(32, 4096, 4096, 16), None)),
-    (16, 128256, (PartsLaunch(16, 8192, 2048, 8), PartsLaunch(16, 8192, 8192, 16), None)),
-    (32, 128256, (PartsLaunch(8, 16384, 4096, 16), None)),
+    (1, 128256, (PartsLaunch(126, 1024, 1024, 4), PartsLaunch(63, 2048, 2048, 8), None)),
+    (16, 128256, (PartsLaunch(16, 8192, 2048, 8), PartsLaunch(8, 16384, 2048, 8), None)),
+    (32, 128256, (PartsLaunch(4, 32768, 2048, 8), PartsLaunch(8, 16384, 2048, 8), None)),
 )
 TARGETS += [
     Target(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _BUFFER_BYTES = 1 << 30
-_MAX_ROWS = 4096
+_MAX_ROWS = 5504
 _MIN_ROWS = 512
 _TILE_ROWS = 128
 _FEW_ROWS = 640
@@ -21,9 +21,11 @@ def chunk_rows(rows: int, vocab: int, itemsize: int, memory_budget: int = 0) -> 
     """Rows of a chunk for `rows` rows of `vocab` logits of `itemsize` bytes.
 
     Large chunks make efficient matrix multiplications and save passes over the fp32 dw (one read and one write each);
-    beyond 4096 rows that gain is small and only memory grows. A chunk keeps to about 1 GiB down to 512 rows, below
-    which the multiplications slow down; with a `memory_budget` (bytes, 0 for none) it takes what that allows. Chunks
-    are evened out, in multiples of 128 rows (a tile of the multiplication) where they are that large.
+    beyond 5504 rows that gain is small and only memory grows: on an H200, bf16, 32768 x 768 x 50304 took 13.09 ms in
+    chunks of 5504, 13.14 of 8192, 13.37 of 4096 and 14.60 of 2048; x 50257 13.98, 14.10, 14.38 and 15.58 ms. A
+    chunk keeps to about 1 GiB down to 512 rows, below which the multiplications slow down; with a `memory_budget`
+    (bytes, 0 for none) it takes what that allows. Chunks are evened out, in multiples of 128 rows (a tile of the
+    multiplication) where they are that large.
     """
     rows = max(rows, 1)
     size = row_bytes(vocab, itemsize)

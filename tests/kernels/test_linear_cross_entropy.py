@@ -215,8 +215,8 @@ def test_logits_never_exist_as_a_whole(device, generator, monkeypatch):
 
 def test_default_chunks():
     assert chunk_rows(8192, 128256, 2) == 4096
-    assert chunk_rows(32768, 50304, 2) == 4096
-    assert chunk_rows(4097, 50304, 2) == 2176  # evened out, whole tiles
+    assert chunk_rows(32768, 50304, 2) == 5504
+    assert chunk_rows(5505, 50304, 2) == 2816  # evened out, whole tiles
     assert chunk_rows(100, 1024, 2) == 100
     assert chunk_rows(10000, 2**22, 4) == 512
     for rows in (0, 1, 3, 4097, 16800):
