@@ -27,6 +27,7 @@ from fuselm.train.compute_copies import ComputeCopies, copies_of
 from fuselm.train.config import ParallelConfig
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
+from fuselm.train.gradient_exchange import before_backward, exchange_within_machine
 
 STATE_BYTES = 16  # a parameter: fp32 value, gradient and two moments
 WRAPPER = "_checkpoint_wrapped_module."
@@ -138,6 +139,7 @@ def apply_fsdp(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> None:
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no pre-multiplied one, and NCCL's average is not reliable on one rank.
             module.set_force_sum_reduction_for_comms(True)
+    exchange_within_machine(cast(FSDPModule, model), getattr(torch, config.param_dtype), mesh.size())
 
 
 def materialize(model: Llama, device: torch.device, seed: int) -> None:
@@ -161,6 +163,7 @@ def accumulate_locally(model: nn.Module, *, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
+        before_backward(model, last=last)
     elif not last and (copies := copies_of(model)) is not None:
         copies.sum_gradients()
 
