@@ -39,6 +39,7 @@ class ComputeCopies:
         self._parameter_of = {copy: parameter for parameter, copy in self.of.items()}
         self._versions = {parameter: parameter._version for parameter in self.of}
         self._summing = False
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self.active = False
         model.register_forward_pre_hook(lambda *_: self.enter())
 
@@ -67,7 +68,22 @@ class ComputeCopies:
 
     def sum_gradients(self) -> None:
         """From now to the end of the step, add up gradients in fp32, in the parameters' `grad`."""
+        dropped = [total for parameter, total in self._sums.items() if parameter.grad is None]
+        if dropped:
+            torch._foreach_zero_(dropped)  # pyright: ignore[reportPrivateImportUsage]
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None and parameter.grad is not total:
+                total.copy_(parameter.grad)
+            parameter.grad = total
         self._summing = True
+
+    def fix_sums(self) -> None:
+        """Keep the memory in which gradients are added up from step to step, for a CUDA graph that writes there."""
+        for parameter in self.of:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._sums[parameter] = parameter.grad
 
     @property
     def summing(self) -> bool:

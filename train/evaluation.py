@@ -142,12 +142,8 @@ def forward_backward(
     graphed = graphed_of(model) if replay else None
     for index, batch in enumerate(batches):
         accumulate_locally(model, last=index == len(batches) - 1)
-        if graphed is not None and graphed.takes(batch):
-            total += graphed(batch, count.float())
-            continue
-        loss = loss_sum(model, to_device(batch, world.device))
-        (loss / count.float()).backward()
-        total += loss.detach()
+        loss = None if graphed is None else graphed(batch, count.float())
+        total += _backward(model, to_device(batch, world.device), count.float()) if loss is None else loss
     # A sum of vectors with one number each gathers them, and adding them up here takes the same order everywhere.
     shares = torch.zeros(world.size, dtype=torch.float64, device=world.device)
     shares[world.rank] = total / count
@@ -155,6 +151,14 @@ def forward_backward(
     if rank_losses is not None:
         rank_losses.copy_(shares)
     return shares.sum(), header[0], header[1]
+
+
+def _backward(model: nn.Module, batch: Batch, count: torch.Tensor) -> torch.Tensor:
+    """Backward of (sum of the loss) / count, and that sum. Nothing of autograd's graph outlives it: while a loss does,
+    the nodes that accumulate gradients do too, each with the stream it was made on, which no CUDA graph can hold."""
+    loss = loss_sum(model, batch)
+    (loss / count).backward()
+    return loss.detach()
 
 
 @torch.no_grad()
