@@ -3,12 +3,14 @@
     python benchmarks/sanitize_cases.py rms_norm swiglu
 
 runs them in this process, with a line before and after each (`START`, `DONE`, ...), between which the tool's own lines
-belong to the case. Sizes are off the block borders, so that masks are at work, and small: the tools slow a kernel down
-by tens to thousands of times.
+belong to the case. With `--compile` before the names their kernels are compiled, into Triton's cache on disk, and not
+launched: one that hangs does so under the tool, where it is looked for. Sizes are off the block borders, so that masks
+are at work, and small: the tools slow a kernel down by tens to thousands of times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
@@ -23,6 +25,7 @@ if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone tha
 
 import torch
 from timing import describe, tensors_of
+from tune_compile import compile_only
 
 from fuselm.kernels._triton import jit, tl
 from fuselm.kernels.adamw import AdamW
@@ -30,6 +33,7 @@ from fuselm.kernels.attention import dispatch
 from fuselm.kernels.specs.registry import SPECS
 
 START, DONE, RAISED, LEFT_OUT = "case", "done", "raised", "left out"
+COMPILE = "--compile"
 CONTROL = "control: a read out of bounds"
 SETTLE_S = 0.2  # in which the tool prints what it found, before the next case begins
 SPEC_OF = {spec.name: spec for spec in SPECS}
@@ -146,22 +150,28 @@ CASES: tuple[SanitizerCase, ...] = (
 
 
 def main(names: list[str]) -> int:
-    """Runs the named cases; the exit status is 3 where the CUDA context is lost, so that the next ones say nothing."""
+    """Runs the named cases, or compiles them where `COMPILE` is the first name.
+
+    The exit status is 3 where the CUDA context is lost, so that the next ones say nothing.
+    """
+    compiling = names[:1] == [COMPILE]
+    settle_s = 0.0 if compiling else SETTLE_S
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # a tool that refuses the machine says so now, before the first case
     torch.cuda.synchronize(device)
-    time.sleep(SETTLE_S)
+    time.sleep(settle_s)
     for case in [case for case in CASES if case.name in names]:
         print(f"{START} {case.name}", flush=True)
         try:
-            case.run(device)
+            with compile_only() if compiling else contextlib.nullcontext():
+                case.run(device)
             torch.cuda.synchronize(device)
             outcome = f"{DONE} {case.name}"
         except NotHereError as error:
             outcome = f"{LEFT_OUT} {case.name}: {error}"
         except Exception as error:
             outcome = f"{RAISED} {case.name}: {describe(error)}"
-        time.sleep(SETTLE_S)
+        time.sleep(settle_s)
         print(outcome, flush=True)
         try:
             torch.cuda.synchronize(device)

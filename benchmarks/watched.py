@@ -98,12 +98,16 @@ class Watched:
         self.end()
         return self._process.returncode
 
-    def end(self) -> None:
-        """Kills it and all of its session; safe to call twice."""
+    def kill(self) -> None:
+        """Kills it and all of its session, and leaves it to another thread to read its end."""
         if self._process.returncode is None:  # not waited for yet, so that its number is still its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+    def end(self) -> None:
+        """Kills it and all of its session; safe to call twice."""
+        self.kill()
+        self._process.wait()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

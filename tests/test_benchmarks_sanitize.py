@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import re
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +42,29 @@ def _case(name: str, *inside: str, end: str | None = "done") -> list[str]:
 def _check(*processes: tuple[list[str], str], cases: tuple[str, ...] = ("norm", "loss", "last")) -> Any:
     """Entries of the table, and which cases each process was given."""
     given: list[list[str]] = []
+    results: dict[str, str] = {}
     outputs = iter(processes)
 
-    def run(left: Any, seconds: float) -> tuple[list[str], str]:
+    def run(left: Any, seconds: float, take: Any) -> str:
         assert seconds > 0
         given.append(list(left))
         lines, ended = next(outputs)
-        return [line + "\n" for line in lines], ended
+        for line in lines:
+            take(line + "\n")
+        return ended
 
-    return sanitize.check(run, cases, time.monotonic() + 60), given
+    def report(case: str, result: str) -> None:
+        assert case not in results
+        results[case] = result
+
+    sanitize.check(run, cases, time.monotonic() + 60, report)
+    return results, given
+
+
+def _lines_of(command: list[str], silent_s: float, limit_s: float) -> tuple[list[str], str]:
+    lines: list[str] = []
+    ended = sanitize.Processes().lines_of(command, os.environ, silent_s, limit_s, lines.append)
+    return lines, ended
 
 
 def test_every_kernel_has_a_case():
@@ -61,6 +79,28 @@ def test_cases_run(name):
     """On a CPU in the interpreter; the others take longer."""
     (case,) = [case for case in sanitize_cases.CASES if case.name == name]
     case.run(torch.device("cpu"))
+
+
+def test_compiling_launches_nothing(monkeypatch, capsys):
+    """Each case runs within compile_only, and without the time that a tool needs to print."""
+    inside: list[str] = []
+
+    @contextlib.contextmanager
+    def compile_only() -> Iterator[None]:
+        inside.append("begin")
+        yield
+        inside.append("end")
+
+    monkeypatch.setattr(sanitize_cases, "compile_only", compile_only)
+    monkeypatch.setattr(sanitize_cases, "SETTLE_S", 1000.0)
+    case = sanitize_cases.SanitizerCase("norm", lambda device: inside.append("norm"))
+    monkeypatch.setattr(sanitize_cases, "CASES", (case,))
+    monkeypatch.setattr(sanitize_cases.torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(sanitize_cases.torch, "device", lambda name: "cpu")
+    assert sanitize_cases.main([sanitize_cases.COMPILE, "norm"]) == 0 and inside == ["begin", "norm", "end"]
+    assert capsys.readouterr().out == "case norm\ndone norm\n"
+    monkeypatch.setattr(sanitize_cases, "SETTLE_S", 0.0)
+    assert sanitize_cases.main(["norm"]) == 0 and inside[3:] == ["norm"]
 
 
 def test_a_case_for_another_card_says_why():
@@ -126,8 +166,9 @@ def test_what_hangs_raises_or_is_left_out_says_so():
         "loss": "raised: ValueError: no",
         "last": "not on this card: no Hopper",
     }
-    late, given = sanitize.check(None, ["norm"], time.monotonic() - 1), []
-    assert late == {"norm": "not run: no time left"} and given == []
+    late: list[tuple[str, str]] = []
+    sanitize.check(None, ["norm"], time.monotonic() - 1, lambda *result: late.append(result))
+    assert late == [("norm", "not run: no time left")]
     assert sanitize.status({("memcheck", "norm"): "not run: no time left"}) == 2
     assert sanitize.status({("memcheck", "norm"): "not on this card: no Hopper"}) == 0
 
@@ -144,28 +185,72 @@ def test_processes_are_ended_that_are_silent_or_late():
         "import sys, time; print('case a', flush=True); time.sleep(float(sys.argv[1])); print('done a', flush=True)"
     )
     command = [sys.executable, "-c", script]
-    assert sanitize.lines_of([*command, "0"], os.environ, 30, 30) == (["case a\n", "done a\n"], "")
+    assert _lines_of([*command, "0"], 30, 30) == (["case a\n", "done a\n"], "")
     began = time.monotonic()
-    lines, ended = sanitize.lines_of([*command, "60"], os.environ, 0.5, 30)
+    lines, ended = _lines_of([*command, "60"], 0.5, 30)
     assert "without a line" in ended and time.monotonic() - began < 10 and "done a\n" not in lines
-    assert sanitize.lines_of([*command, "60"], os.environ, 30, 0.5)[1] == "no time left"
+    assert _lines_of([*command, "60"], 30, 0.5)[1] == "no time left"
 
 
-def test_a_program_between_runs_the_cases_and_its_output_is_kept(monkeypatch, tmp_path):
-    """A stand-in for compute-sanitizer that runs the command behind its options, and one for the cases."""
-    tool = tmp_path / "tool"
-    tool.write_text(
+def test_a_case_is_known_when_the_next_one_begins():
+    """Unless the tool has not said its name, or has refused: then the process's end shows what its cases are worth."""
+    known: list[str] = []
+    before_the_end: list[list[str]] = []
+
+    def check(*lines: str) -> list[str]:
+        def run(left: Any, seconds: float, take: Any) -> str:
+            for line in lines:
+                take(line)
+            before_the_end.append(list(known))
+            return ""
+
+        known.clear()
+        sanitize.check(run, ["norm", "loss", "last"], time.monotonic() + 60, lambda *r: known.append(": ".join(r)))
+        return before_the_end.pop()
+
+    three = [*_case("norm"), *_case("loss", *RACE), *_case("last")]
+    assert [line[:20] for line in check(BANNER, *three)] == ["norm: clean", "loss: 2 errors: Erro"] and len(known) == 3
+    assert check(*three) == [] and known[0].startswith("norm: refused: it printed nothing")
+    assert check(BANNER, REFUSAL, *three) == [] and known[2].startswith("last: refused: Error: Device not")
+
+
+@pytest.fixture
+def tool(tmp_path) -> Path:
+    """A stand-in for compute-sanitizer that runs the command behind its options."""
+    path = tmp_path / "tool"
+    path.write_text(
         f"#!{sys.executable}\nimport subprocess, sys\nprint('{BANNER}', flush=True)\n"
         "at = sys.argv.index('--launch-timeout') + 2\n"
         "subprocess.run(sys.argv[at:])\nprint('========= ERROR SUMMARY: 0 errors')\n"
     )
-    tool.chmod(0o755)
-    script = "import os, sys\nassert 'PYTORCH_NO_CUDA_MEMORY_CACHING' in os.environ\n"
-    script += "for name in sys.argv[1:]: print('case', name); print('done', name)"
-    monkeypatch.setattr(sanitize, "_command", lambda names: [sys.executable, "-c", script, *names])
+    path.chmod(0o755)
+    return path
+
+
+# One for sanitize_cases.py; the case "slow" takes forever, but is compiled.
+CASES_SCRIPT = """
+import os, sys, time
+names = sys.argv[1:]
+compiling = names[:1] == ["--compile"]
+assert compiling or "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+for name in names[compiling:]:
+    print("case", name, flush=True)
+    if name == "slow" and not compiling:
+        time.sleep(1000)
+    print("done", name, flush=True)
+"""
+
+
+def test_a_program_between_runs_the_cases_and_its_output_is_kept(monkeypatch, tmp_path, tool, capsys):
+    monkeypatch.setattr(sanitize, "_command", lambda names: [sys.executable, "-c", CASES_SCRIPT, *names])
     arguments = sanitize.Arguments(tools=("memcheck", "racecheck"), log=tmp_path / "log")
     names = ["norm", "a loss", sanitize_cases.CONTROL]
-    results = sanitize.sanitize(arguments, sanitize.find_sanitizer(str(tool)), names)
+    results = {}
+
+    def report(tool: str, case: str, result: str) -> None:
+        results[tool, case] = result
+
+    sanitize.sanitize(arguments, sanitize.find_sanitizer(str(tool)), names, report)
     assert results == {
         ("memcheck", "norm"): "clean",
         ("memcheck", "a loss"): "clean",
@@ -175,6 +260,40 @@ def test_a_program_between_runs_the_cases_and_its_output_is_kept(monkeypatch, tm
     }
     assert sanitize.status(results) == 2  # the stand-in finds nothing, so its word counts for nothing
     assert "done a loss" in (tmp_path / "log" / "racecheck.txt").read_text()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "compiling 2 cases in 2 processes, for 48 s at most" and printed[2].startswith("compiled 2 of")
+
+
+def test_a_signal_in_the_middle_leaves_what_was_known(tmp_path, tool):
+    """The script itself, with stand-ins for the card and the cases, ended while a case hangs under both tools."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, sanitize\nfrom sanitize_cases import CONTROL, SanitizerCase\n"
+        f"sanitize._command = lambda names: [sys.executable, '-c', {CASES_SCRIPT!r}, *names]\n"
+        "sanitize.CASES = [SanitizerCase(name, None) for name in ('norm', 'slow', 'last', CONTROL)]\n"
+        "sanitize.torch.cuda.is_available = lambda: True\nsanitize.torch.cuda.get_device_name = lambda: 'a card'\n"
+        "sys.exit(sanitize.main())\n"
+    )
+    command = [sys.executable, str(script), "--sanitizer", str(tool)]
+    env = os.environ | {"PYTHONPATH": str(Path(sanitize.__file__).parent)}
+    results: dict[tuple[str, str], str] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            words = re.split(" {2,}", line.strip(), maxsplit=2)
+            if words[0] in ("memcheck", "racecheck"):
+                results[words[0], words[1]] = words[2]
+                if len(results) == 2:  # norm, of both: the next case has begun
+                    process.terminate()
+    assert process.returncode == 143
+    memcheck = {
+        "norm": "clean",
+        "slow": "not run to its end: stopped",
+        "last": "not run: stopped by SIGTERM",
+        sanitize_cases.CONTROL: "not run: stopped by SIGTERM",
+    }
+    assert {case: result for (tool, case), result in results.items() if tool == "memcheck"} == memcheck
+    assert results["racecheck", "norm"] == "clean" and len(results) == 7
 
 
 def test_without_a_gpu_it_says_that_nothing_was_checked(monkeypatch, capsys):
