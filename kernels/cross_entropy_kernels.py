@@ -85,7 +85,7 @@ def row_sums(
     s = tl.zeros([N], tl.float32)
     total = tl.zeros([N], tl.float32)
     picked = tl.zeros([N], tl.float32)
-    for i in tl.range(0, full, num_stages=1):
+    for i in tl.range(0, full, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         pointers = tl.multiple_of(body + i * BLOCK + lanes, [1, 16])
         z = tl.load(pointers, eviction_policy="evict_last").to(tl.float32)
         column = head + i * BLOCK + lanes
@@ -200,7 +200,7 @@ def write_gradient(
             d = _gradient_of(z, reference, factor, uniform, softcap, HAS_SMOOTHING, HAS_SOFTCAP)
             pointers = tl.multiple_of(sink + full * BLOCK + lanes, [1, ALIGNMENT])
             tl.store(pointers, d.to(dtype), mask=mask, eviction_policy="evict_first")
-        for i in tl.range(0, full, num_stages=1):
+        for i in tl.range(0, full, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
             start = (full - 1 - i) * BLOCK
             pointers = tl.multiple_of(source + start + lanes, [1, 16])
             z = tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
