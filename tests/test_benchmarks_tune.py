@@ -155,6 +155,24 @@ def test_a_target_that_lost_a_process_is_tried_after_the_others(toy):
     assert [name for name, _ in tried] == ["a", "b", "a", "b", "b", "a"] and len(set(tried)) == 6
 
 
+def test_a_choice_that_the_deadline_ended_is_told_from_those_not_reached(toy):
+    """It may be one that hangs."""
+    clock = [0.0]
+
+    def ask(request: dict[str, Any], deadline: float) -> dict[str, Any]:
+        clock[0] = deadline + 1
+        raise tune_measure.NoTimeError("run was not done by the deadline")
+
+    tuning = tune.Tuning([_target(toy, (2.0, 0.0))], ask, 3, 50.0, lambda result, row: None, lambda result: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune.time, "monotonic", lambda: clock[0])
+        tuning.run()
+    assert {row.choice: row.status for row in tuning.results[0].rows} == {
+        "current": "left out: run was not done by the deadline",
+        "(2.0, 0.0)": tune.NO_TIME,
+    }
+
+
 def test_a_target_that_cannot_be_set_up_is_a_failed_row(toy):
     target = _target(toy, (2.0, 0.0))
     missing = Target(target.name, "toy_kernel.renamed", target.candidates, target.make, 0)
