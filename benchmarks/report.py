@@ -14,6 +14,7 @@ and exits with 1 if a row of the new one is slower, takes more memory or fails: 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from fuselm.model.flops import MFU_FORMULA
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
 PEER_COLOURS = {"torchtitan": "#c44536", "hf+liger": "#6a994e", "hf+compile": "#9d8ec7", "hf": "#bdbdbd"}
@@ -99,7 +101,8 @@ def peer_table(results: list[dict[str, Any]]) -> str:
             note = f" {result['note']}" if result["note"] else ""
             where = f"{result['preset']} on {gpus} GPU{'s' if gpus > 1 else ''}"
             steps = f"{result['steps']} steps, commit {result['environment']['commit']}."
-            lines.append(f"- {where}: {verdict(result['comparison'], gpus)} {steps}{note}")
+            again = recomputation(result.get("command", ""))
+            lines.append(f"- {where}: {verdict(result['comparison'], gpus)} {steps}{again}{note}")
     facts = results[0]["environment"]
     packages = ("torch", "triton", "transformers", "liger-kernel", "torchtitan")
     versions = ", ".join(f"{name} {facts[name]}" for name in packages if name in facts)
@@ -108,7 +111,8 @@ def peer_table(results: list[dict[str, Any]]) -> str:
         f"{facts['card']}; {versions}. Medians are over the steps after step {SETTLED_STEP}. All begin with the same "
         "weights and read the same tokens in the same order. The peers train under FSDP2, also on one GPU (fp32 "
         "parameters, bf16 compute, fp32 reductions), with PyTorch's clipping and fused AdamW; ours as "
-        'train/pretrain.py does by default. "Time / ours" is the median over the mean of ours, first and again: '
+        "train/pretrain.py does by default, but for what is said above. "
+        '"Time / ours" is the median over the mean of ours, first and again: '
         f"above 1 ours is faster, below 1 slower. A loss further than {SAME_LOSS:.0%} from ours does not count. "
         f"{FORMULAS}.",
     ]
@@ -132,6 +136,14 @@ def verdict(rows: list[dict[str, Any]], gpus: int) -> str:
         f"{best['provider']}, the fastest peer, takes {best['time_to_ours']:.2f} times our time; "
         f"{leanest['provider']}, the leanest, takes {leanest['memory_gib'] / memory:.2f} times our memory.{drift}"
     )
+
+
+def recomputation(command: str) -> str:
+    """A sentence on what the command has ours, and no peer, compute again in the backward pass; empty if nothing."""
+    mode = re.search(r"--parallel\.activation[-_]checkpointing[= ](\w+)", command)
+    if mode is None or mode[1] == "none":
+        return ""
+    return f" Ours ran with `--parallel.activation-checkpointing {mode[1]}`, the peers recompute nothing."
 
 
 def own_table(results: list[dict[str, Any]]) -> str:
@@ -181,9 +193,10 @@ def replace_table(page: str, table: str, markers: tuple[str, str] = MARKERS) -> 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run as the picture shows it."""
+    """A run as the picture shows it; of one that was run again, for its speed alone, no losses are drawn."""
 
     name: str
+    again: bool
     colour: str
     style: Any
     losses: list[float]
@@ -193,6 +206,7 @@ class Curve:
 def curves_of(result: dict[str, Any]) -> list[Curve]:
     """The runs of a result that the picture shows: not controls, not those that failed."""
     rows = result.get("comparison") or [run | {"status": "ok", "again": False, "ours": True} for run in result["runs"]]
+    mixed = len({row["gpus"] for row in rows}) > 1  # else the title says it
     curves = []
     for row in rows:
         kernels = row.get("kernels", row.get("provider", "").removeprefix("fuselm (").removesuffix(")"))
@@ -202,10 +216,10 @@ def curves_of(result: dict[str, Any]) -> list[Curve]:
         own = "fuselm" if result.get("comparison") and kernels == "triton" else NAMES.get(kernels, str(kernels))
         name = own if row["ours"] else kernels
         name += ", again" if row["again"] else ""
-        name += f", {row['gpus']} GPUs" if row["gpus"] > 1 else ""
+        name += f", {row['gpus']} GPUs" if mixed and row["gpus"] > 1 else ""
         style = STYLES.get(kernels, "-" if kernels == "triton" else "--")
         colour = COLOURS[kernels] if row["ours"] else PEER_COLOURS[kernels]
-        curves.append(Curve(name, colour, style, row["losses"], row["tokens_per_second"]))
+        curves.append(Curve(name, row["again"], colour, style, row["losses"], row["tokens_per_second"]))
     return curves
 
 
@@ -218,10 +232,13 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     for column, (result, curves) in enumerate(drawn):
         loss, speed = axes[0][column], axes[1][column]
         for curve in curves:
-            if not curve.name.endswith(", again"):
+            if not curve.again:
                 steps = range(1, len(curve.losses) + 1)
                 loss.plot(steps, curve.losses, linestyle=curve.style, color=curve.colour, label=curve.name, lw=1.6)
-        loss.set_title(f"{result['preset']}: training loss")
+        gpus = {row["gpus"] for row in result.get("comparison") or result["runs"]}
+        where = result["preset"] + (f" on {max(gpus)} GPUs" if len(gpus) == 1 and max(gpus) > 1 else "")
+        loss.set_title(f"{where}: training loss")
+        loss.xaxis.set_major_locator(MaxNLocator(integer=True))
         loss.set_xlabel("optimizer step")
         loss.set_ylabel("loss (nats a token)")
         loss.legend()
@@ -234,7 +251,7 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
         speed.bar_label(bars, labels=[f"{v:,.1f}k" for v in values], padding=3)
         speed.set_xlim(0, max(values, default=1.0) * 1.18)
         speed.set_xlabel("thousand tokens a second")
-        speed.set_title(f"{result['preset']}: speed, {result['environment']['card']}")
+        speed.set_title(f"{where}: speed, {result['environment']['card']}")
         speed.invert_yaxis()
     figure.savefig(path)
     plt.close(figure)

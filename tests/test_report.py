@@ -99,8 +99,35 @@ def test_a_peer_that_wins_is_shown_as_one_that_loses_and_one_that_failed_stays(r
     assert [curve.name for curve in curves] == [
         "fuselm", "hf", "torchtitan", "hf+compile", "fuselm, again",
     ]  # fmt: skip
+    assert [curve.again for curve in curves] == [False] * 4 + [True], "its losses would lie over the first run's"
     report.picture([result], tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("--parallel.activation-checkpointing swiglu'", "Ours ran with `--parallel.activation-checkpointing swiglu`"),
+        ("--parallel.activation_checkpointing=full'", "Ours ran with `--parallel.activation-checkpointing full`"),
+        ("--parallel.activation-checkpointing none'", ""),
+        ("--data.vocab-size 16384'", ""),
+    ],
+)
+def test_recomputation_that_only_ours_has_is_said(report, extra, said):
+    rows = [_row("fuselm (triton)", 100.0, 4.0, ours=True), _row("hf", 204.0, 4.0)]
+    text = report.markdown(
+        [_result_with_peers(rows) | {"command": f"python benchmarks/bench_step.py '--extra={extra}"}]
+    )
+    (line,) = (line for line in text.splitlines() if line.startswith("- p on 1 GPU"))
+    assert ("activation-checkpointing" in line) == bool(said) and said in line
+
+
+@pytest.mark.parametrize(("gpus", "names"), [((2, 2), ["fuselm", "hf"]), ((1, 2), ["fuselm", "hf, 2 GPUs"])])
+def test_curves_name_the_gpus_where_they_differ(report, gpus, names):
+    rows = [_row("fuselm (triton)", 100.0, 4.0, ours=True), _row("hf", 204.0, 4.0)]
+    for row, count in zip(rows, gpus, strict=True):
+        row["gpus"] = count
+    assert [curve.name for curve in report.curves_of(_result_with_peers(rows))] == names
 
 
 def test_without_a_run_of_ours_nothing_is_claimed(report):

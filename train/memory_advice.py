@@ -33,7 +33,7 @@ def out_of_memory(error: BaseException, config: TrainConfig, world: World) -> st
 
 
 def advice(*, total: float, state: float, peak: float, config: TrainConfig, ranks: int) -> str:
-    """What takes the memory, and what would take less.
+    """What takes the memory, and what would take less, the cheapest way first.
 
     Args:
         total: GiB of the device.
@@ -53,6 +53,10 @@ def advice(*, total: float, state: float, peak: float, config: TrainConfig, rank
     smaller = [m for m in range(micro - 1, 0, -1) if training.global_batch_size % (m * ranks) == 0]
     fitting = [m for m in smaller if state + m * each <= 0.85 * total] or smaller[-1:]
     ways = []
+    if parallel.activation_checkpointing == "none" and state < 0.95 * total:
+        width = getattr(torch, parallel.param_dtype).itemsize
+        kept = config.model.num_layers * micro * training.seq_len * config.model.ffn_dim * width / 2**30
+        ways.append(f"set parallel.activation_checkpointing to swiglu (about {kept:.1f} GiB less, hardly slower)")
     if fitting and state < 0.95 * total:
         needed = f"about {state + fitting[0] * each:.1f} GiB" if each else "less"
         ways.append(f"set training.micro_batch_size to {fitting[0]} ({needed}; the global batch can stay)")

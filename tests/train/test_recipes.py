@@ -92,27 +92,28 @@ def test_mix_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_prices_follow_from_the_measured_speed() -> None:
     """Where this fails after a new measurement, the recipe has to be written anew from the numbers in the message."""
     results = ROOT / "benchmarks" / "results"
-    measured = json.loads((results / "step_124m.json").read_text())["runs"][0]
-    assert (measured["kernels"], measured["gpus"]) == ("triton", 1)
+    alone = json.loads((results / "python_sources" / "report.json").read_text())
+    assert (alone["preset"], alone["training"]["seq_len"]) == ("124m", 1024)
+    sharded = json.loads((results / "step_124m.json").read_text())["runs"][0]
     one, two = json.loads((results / "step_124m_2gpus.json").read_text())["runs"]
-    assert (one["gpus"], two["gpus"]) == (1, 2)
+    assert (sharded["kernels"], sharded["gpus"], one["gpus"], two["gpus"]) == ("triton", 1, 1, 2)
     kept = two["tokens_per_second"] / one["tokens_per_second"] / 2
-    flops = measured["tflops"] * 1e12
-    speeds = {
-        "124m": measured["tokens_per_second"],
-        "350m": flops / flops_per_token(LlamaConfig.from_preset("350m"), 1024),
-    }
-    text = RECIPE.read_text()
+    flops = {preset: flops_per_token(LlamaConfig.from_preset(preset), 1024) for preset in STEPS}
+    rates = {1: alone["training"]["tokens_per_second"] * flops["124m"], 8: sharded["tflops"] * 1e12}
+    text = " ".join(RECIPE.read_text().split())
     rows = {}
-    for preset, speed in speeds.items():
+    for preset in STEPS:
         tokens = STEPS[preset] * TOKENS_A_STEP
-        hours = [tokens / speed / 3600 / n for n in (1, 8, 8 * kept)]
+        speeds = {gpus: rate / flops[preset] for gpus, rate in rates.items()}
+        for gpus, speed in speeds.items():
+            assert f"{speed:,.0f}" in text, f"{preset} on {gpus}: {speed:,.0f} tokens a second and GPU"
+        hours = [tokens / speed / 3600 for speed in (speeds[1], 8 * speeds[8], 8 * kept * speeds[8])]
         dollars = [h * gpus * DOLLARS for h, gpus in zip(hours, (1, 8, 8), strict=True)]
         cells = [f"{hours[0]:.1f} hours, ${dollars[0]:.0f}"]
         cells += [f"{h:.2f} hours, ${d:.0f}" for h, d in zip(hours[1:], dollars[1:], strict=True)]
         rows[preset] = f"| {preset.upper()} | {tokens / 1e9:.3g} B | {' | '.join(cells)} |"
-        assert f"{speed:,.0f} tokens a second" in text.replace("\n", " "), f"{preset}: {speed:,.0f} tokens a second"
     for row in rows.values():
         assert row in text, "\n".join(rows.values())
-    assert f"the {kept:.0%}".replace("%", " %") in text and f"({measured['tflops']:.0f})" in text
+    assert f"the {kept:.0%}".replace("%", " %") in text
+    assert all(f"{rate / 1e12:.0f} TFLOP/s" in text for rate in rates.values()), rates
     assert "extrapolation" in text and f"${DOLLARS:.2f} per GPU" in text
