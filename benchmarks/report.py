@@ -32,6 +32,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 COLOURS = {"triton": "#0b3c6f", "eager": "#e08a1e"}  # told apart in greyscale too
+SEVERAL_GPUS = "#7aa6d8"
 PEER_COLOURS = {"torchtitan": "#c44536", "hf+liger": "#6a994e", "hf+compile": "#9d8ec7", "hf": "#bdbdbd"}
 STYLES = {"torchtitan": "--", "hf+liger": "-.", "hf+compile": ":", "hf": (0, (1, 4))}
 MARKERS = ("<!-- steps -->", "<!-- /steps -->")
@@ -219,6 +220,8 @@ def curves_of(result: dict[str, Any]) -> list[Curve]:
         name += f", {row['gpus']} GPUs" if mixed and row["gpus"] > 1 else ""
         style = STYLES.get(kernels, "-" if kernels == "triton" else "--")
         colour = COLOURS[kernels] if row["ours"] else PEER_COLOURS[kernels]
+        if row["ours"] and mixed and row["gpus"] > 1:  # or it hides under the same kernels on one GPU
+            style, colour = "--", SEVERAL_GPUS
         curves.append(Curve(name, row["again"], colour, style, row["losses"], row["tokens_per_second"]))
     return curves
 

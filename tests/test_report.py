@@ -130,6 +130,14 @@ def test_curves_name_the_gpus_where_they_differ(report, gpus, names):
     assert [curve.name for curve in report.curves_of(_result_with_peers(rows))] == names
 
 
+def test_the_same_kernels_on_more_gpus_are_told_apart(report):
+    rows = [_row("fuselm (triton)", 100.0, 4.0, ours=True), _row("fuselm (triton)", 60.0, 4.0, ours=True)]
+    rows[1]["gpus"] = 2
+    one, two = report.curves_of(_result_with_peers(rows))
+    assert (one.name, two.name) == ("fuselm", "fuselm, 2 GPUs")
+    assert one.style != two.style and one.colour != two.colour
+
+
 def test_without_a_run_of_ours_nothing_is_claimed(report):
     rows = [{"provider": "fuselm (triton)", "ours": True, "again": False, "gpus": 1, "status": "failed", "reason": "r"}]
     text = report.markdown([_result_with_peers([*rows, _row("hf", 204.0, 4.0)])])
