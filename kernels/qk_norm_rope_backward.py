@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
 from fuselm.kernels.qk_norm_rope_kernels import inverse_rms, load_tile, load_weight, store_tile
-from fuselm.kernels.rope_kernels import load_angles, load_positions
+from fuselm.kernels.rope_kernels import load_angles, load_positions, turn
 
 
 @jit
@@ -98,16 +98,15 @@ def _backward_tiles(
                 rstd = tl.where((tokens < seq_len) & (head < HEADS), rstd, 0.0)
             x1 *= rstd  # from here on x_hat
             x2 *= rstd
-            turned = g1 * cos + g2 * sin
-            g2 = g2 * cos - g1 * sin
-            g1 = turned
+            g1, g2 = turn(g1, g2, cos, -sin)
             dw1 += g1 * x1
             dw2 += g2 * x2
             g1 *= w1
             g2 *= w2
             mean = (tl.sum(g1 * x1, 2, keep_dims=True) + tl.sum(g2 * x2, 2, keep_dims=True)) / HEAD_DIM
-            g1 = rstd * (g1 - x1 * mean)
-            g2 = rstd * (g2 - x2 * mean)
+            # Fused as written: which of two products is rounded first must not depend on layouts (see turn).
+            g1 = rstd * tl.fma(x1, -mean, g1)
+            g2 = rstd * tl.fma(x2, -mean, g2)
         store_tile(dx, g1, mask, EVEN)
         store_tile(dx + HALF, g2, mask, EVEN)
     if ROTATE and NEED_DW:

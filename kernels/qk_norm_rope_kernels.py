@@ -7,7 +7,7 @@ every tile is full, and nothing is masked.
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
-from fuselm.kernels.rope_kernels import load_angles, load_positions
+from fuselm.kernels.rope_kernels import load_angles, load_positions, turn
 
 
 @jit
@@ -104,9 +104,7 @@ def _forward_tile(
         w1 = load_weight(weight_ptr, column, mask, weight_offset, EVEN, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF)
         w2 = load_weight(weight_ptr + HALF, column, mask, weight_offset, EVEN, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF)
         rstd = inverse_rms(x1, x2, eps, HEAD_DIM)
-        n1, n2 = x1 * rstd * w1, x2 * rstd * w2
-        x1 = n1 * cos - n2 * sin
-        x2 = n2 * cos + n1 * sin
+        x1, x2 = turn(x1 * rstd * w1, x2 * rstd * w2, cos, sin)
     store_tile(out, x1, mask, EVEN)
     store_tile(out + HALF, x2, mask, EVEN)
 

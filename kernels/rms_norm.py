@@ -74,11 +74,10 @@ def _rms_norm_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
-    eps: float,
     offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
+    return launch_backward(dy, dh, x, weight, rstd, offset, need_dw)
 
 
 @_rms_norm_forward.register_fake
@@ -102,7 +101,6 @@ def _(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
-    eps: float,
     offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,25 +108,27 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape[-1] if need_dw else 0, dtype=dw_dtype)
 
 
-def _save(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, *numbers: Any) -> None:
+def _save(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, offset: float, *dtypes: torch.dtype
+) -> None:
+    """What backward reads; for add_rms_norm `dtypes` are those of x and residual, whose sum the saved x is."""
     ctx.save_for_backward(x, weight, rstd)
-    ctx.numbers = numbers
+    ctx.offset, ctx.dtypes = offset, dtypes
     ctx.set_materialize_grads(False)  # an output that nothing used sends None
 
 
 def _gradients(ctx: Any, dy: torch.Tensor, dh: torch.Tensor | None, need_dw: bool) -> tuple[torch.Tensor, Any]:
     x, weight, rstd = ctx.saved_tensors
-    eps, offset = ctx.numbers[:2]
     # With gradients recorded (create_graph) the op says that it has no second derivative.
     direct = not torch.is_grad_enabled() and may_skip_dispatcher(dy, dh, x, weight)
     backward = launch_backward if direct else torch.ops.fuselm.rms_norm_backward
-    dx, dw = backward(dy, dh, x, weight, rstd, eps, offset, need_dw)
+    dx, dw = backward(dy, dh, x, weight, rstd, ctx.offset, need_dw)
     return dx, dw if need_dw else None
 
 
 def _setup_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, eps, offset = inputs
-    _save(ctx, x, weight, output[1], eps, offset)
+    x, weight, _, offset = inputs
+    _save(ctx, x, weight, output[1], offset)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -140,15 +140,15 @@ def _backward_rms_norm(ctx: Any, dy: torch.Tensor | None, _drstd: Any = None) ->
 
 
 def _setup_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight, eps, offset = inputs
-    _save(ctx, output[1], weight, output[2], eps, offset, x.dtype, residual.dtype)
+    x, residual, weight, _, offset = inputs
+    _save(ctx, output[1], weight, output[2], offset, x.dtype, residual.dtype)
     ctx.mark_non_differentiable(output[2])
 
 
 def _backward_add_rms_norm(
     ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None, _drstd: Any = None
 ) -> tuple[torch.Tensor | None, ...]:
-    x_dtype, residual_dtype = ctx.numbers[2:]
+    x_dtype, residual_dtype = ctx.dtypes
     if dy is None:  # only the residual output was used: the norm contributes nothing
         dx, dw = dh, None
     else:
@@ -170,7 +170,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
         y, _, rstd = launch_forward(x, None, weight, eps, offset)
-        _save(ctx, x, weight, rstd, eps, offset)
+        _save(ctx, x, weight, rstd, offset)
         return y
 
     @staticmethod
@@ -186,7 +186,7 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, h, rstd = launch_forward(x, residual, weight, eps, offset)
-        _save(ctx, h, weight, rstd, eps, offset, x.dtype, residual.dtype)
+        _save(ctx, h, weight, rstd, offset, x.dtype, residual.dtype)
         return y, h
 
     @staticmethod

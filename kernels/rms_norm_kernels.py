@@ -5,11 +5,6 @@ starts at (r // inner) * stride_outer + (r % inner) * stride_inner; inner is 1, 
 dimensions merge. N is a compile-time constant: the width of a model, so that masks and divisions fold.
 
 EVEN means that a tile needs no mask: its rows and its columns all exist.
-
-VECTOR > 1 is the form for dense rows whose starts are not aligned to 16 bytes (VECTOR elements), as with a width of
-4,097: the main block begins at the first aligned element of the row and holds whole vectors; the few elements before
-and after them are the tail. The offset of that element is the same for all rows of a program, since the number of
-programs is a multiple of VECTOR (or every program has one row).
 """
 
 from __future__ import annotations
@@ -24,12 +19,11 @@ def _row_offset(row, inner, stride_outer, stride_inner):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr, EVICTION: tl.constexpr):
+def _load(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
-        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)  # pyright: ignore[reportArgumentType]
+        return tl.load(pointers).to(tl.float32)
     else:
-        value = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-        return value.to(tl.float32)
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -44,45 +38,27 @@ def _store(pointers, value, mask, EVEN: tl.constexpr):
 def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     """[1, C] fp32: offset + weight, or ones."""
     if HAS_WEIGHT:
-        return _load(weight_ptr + col, mask, EVEN, "") + tl.cast(offset, tl.float32)
+        return _load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
     else:
         return tl.full(col.shape, 1.0, tl.float32)
 
 
 @jit
-def _aligned(row, lead, N: tl.constexpr, VECTOR: tl.constexpr):
-    """Offset of a dense row's first aligned element, in a form whose divisibility the compiler sees."""
-    return (row.to(tl.int64) * N + lead) // VECTOR * VECTOR
-
-
-@jit
-def _columns(first_row, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr, VECTOR: tl.constexpr):
-    """Columns of the main block and of the tail, each [1, C], their masks, and the main block's first column."""
-    position = tl.arange(0, BLOCK_N)[None, :]
-    lead = 0
-    col, col_mask = position, position < N
-    tail_col, tail_mask = col, col_mask  # without a tail neither is used
-    if VECTOR > 1:
-        past = first_row.to(tl.int64) * N % VECTOR
-        lead = ((VECTOR - past) % VECTOR).to(tl.int32)
-        body = (N - lead) // VECTOR * VECTOR
-        col = position + lead
-        col_mask = position // VECTOR * VECTOR < body  # the same within a vector
-        edge = tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_col = tl.where(edge < VECTOR, edge, lead + body + edge - VECTOR)
-        tail_mask = tl.where(edge < VECTOR, edge < lead, tail_col < N)
-    elif BLOCK_TAIL > 0:
+def _columns(N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr):
+    """Columns of the main block and of the tail, each [1, C], and their masks."""
+    col = tl.arange(0, BLOCK_N)[None, :]
+    tail_col = col  # not used without a tail
+    if BLOCK_TAIL > 0:
         tail_col = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
-        tail_mask = tail_col < N
-    return col, col_mask, tail_col, tail_mask, lead
+    return col, col < N, tail_col, tail_col < N
 
 
 @jit
-def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, EVICTION: tl.constexpr):
+def _load_input(x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr):
     """[R, C] fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
-    value = _load(x, mask, EVEN, EVICTION)
+    value = _load(x, mask, EVEN)
     if HAS_RESIDUAL:
-        total = (value + _load(residual, mask, EVEN, EVICTION)).to(h.dtype.element_ty)
+        total = (value + _load(residual, mask, EVEN)).to(h.dtype.element_ty)
         _store(h, total, mask, EVEN)
         value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
     return value
@@ -111,18 +87,16 @@ def rms_norm_forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     LATE_WEIGHT: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
     """Whole rows in registers: one read, one write."""
-    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
-    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
-    WHOLE: tl.constexpr = BLOCK_N <= N and VECTOR == 1  # the columns alone
-    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
+    WHOLE: tl.constexpr = BLOCK_N <= N  # the columns alone
+    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N
     first = tl.program_id(0) * BLOCK_ROWS
-    col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
+    col, col_mask, tail_col, tail_col_mask = _columns(N, BLOCK_N, BLOCK_TAIL)
     HAS_EARLY: tl.constexpr = HAS_WEIGHT and not LATE_WEIGHT  # pyright: ignore[reportAssignmentType]
     weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_EARLY, WHOLE)
     tail_weight = weight
@@ -135,16 +109,12 @@ def rms_norm_forward_kernel(
         residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
         out = row.to(tl.int64) * N
         mask = (row < rows) & col_mask
-        x_at, residual_at, out_at = x + col, residual + col, out + col
-        if VECTOR > 1:
-            out_at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
-            x_at, residual_at = x_ptr + out_at, residual_ptr + out_at
-        value = _load_input(x_at, residual_at, h_ptr + out_at, mask, HAS_RESIDUAL, EVEN, EVICTION)  # [R, N]
+        value = _load_input(x + col, residual + col, h_ptr + out + col, mask, HAS_RESIDUAL, EVEN)  # [R, N]
         tail, tail_mask = value, mask
         if BLOCK_TAIL > 0:
             tail_mask = (row < rows) & tail_col_mask
             tail = _load_input(
-                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL, EVICTION
+                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL
             )
         squares = tl.sum(value * value, 1, keep_dims=True)  # [R, 1]
         if BLOCK_TAIL > 0:
@@ -153,7 +123,7 @@ def rms_norm_forward_kernel(
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
         if LATE_WEIGHT:
             weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
-        _store(y_ptr + out_at, value * rstd * weight, mask, EVEN)
+        _store(y_ptr + out + col, value * rstd * weight, mask, EVEN)
         if BLOCK_TAIL > 0:
             if LATE_WEIGHT:
                 tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
@@ -190,7 +160,7 @@ def rms_norm_forward_chunked_kernel(
     squares = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN, "")
+        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN)
         squares += value * value
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)
@@ -200,15 +170,18 @@ def rms_norm_forward_chunked_kernel(
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, EVEN)
-        _store(y_ptr + out + col, _load(x + col, col < N, EVEN, "") * rstd * weight, col < N, EVEN)
+        _store(y_ptr + out + col, _load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
 
 
 @jit
 def _gradient(dy, x_hat, weight, mean, rstd, dh, mask, HAS_DH: tl.constexpr, EVEN: tl.constexpr):
-    """[R, C] fp32: rstd * (g - x_hat * mean(g * x_hat)) with g = dy * weight, plus dh."""
-    dx = rstd * (dy * weight - x_hat * mean)
+    """[R, C] fp32: rstd * (g - x_hat * mean(g * x_hat)) with g = dy * weight, plus dh.
+
+    Which of the two products is rounded first is written out, lest it depend on the layouts of what is loaded.
+    """
+    dx = rstd * tl.fma(x_hat, -mean, dy * weight)
     if HAS_DH:
-        dx += _load(dh, mask, EVEN, "")
+        dx += _load(dh, mask, EVEN)
     return dx
 
 
@@ -238,12 +211,10 @@ def rms_norm_backward_kernel(
     x_stride_inner,
     rows,
     inner,
-    eps,
     offset,
     HAS_DH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     NEED_DW: tl.constexpr,
-    RECOMPUTE_RSTD: tl.constexpr,
     N: tl.constexpr,
     PARTIAL_STRIDE: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
@@ -252,16 +223,15 @@ def rms_norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Whole rows in registers; a program takes every num_programs-th block of rows and keeps its sum of dw."""
-    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N and VECTOR == 1
-    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
-    WHOLE: tl.constexpr = BLOCK_N <= N and VECTOR == 1  # the columns alone
-    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N and VECTOR == 1
+    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
+    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
+    WHOLE: tl.constexpr = BLOCK_N <= N  # the columns alone
+    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N
     first = tl.program_id(0) * BLOCK_ROWS
-    col, col_mask, tail_col, tail_col_mask, lead = _columns(first, N, BLOCK_N, BLOCK_TAIL, VECTOR)
+    col, col_mask, tail_col, tail_col_mask = _columns(N, BLOCK_N, BLOCK_TAIL)
     weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
     dw = tl.zeros([1 if SUM_ROWS else BLOCK_ROWS, BLOCK_N], tl.float32)
     tail_weight, tail_dw = weight, dw
@@ -277,32 +247,22 @@ def rms_norm_backward_kernel(
         dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
         out = row.to(tl.int64) * N
         mask = row_mask & col_mask
-        x_at, dy_at, dh_at, dx_at = x_row + col, dy_row + col, dh_row + col, dx_ptr + out + col
-        if VECTOR > 1:
-            at = _aligned(row, lead, N, VECTOR) + tl.arange(0, BLOCK_N)[None, :]
-            x_at, dy_at, dh_at, dx_at = x_ptr + at, dy_ptr + at, dh_ptr + at, dx_ptr + at
-        x = _load(x_at, mask, EVEN, "")  # [R, N]
-        dy = _load(dy_at, mask, EVEN, "")
+        x = _load(x_row + col, mask, EVEN)  # [R, N]
+        dy = _load(dy_row + col, mask, EVEN)
         tail_x, tail_dy, tail_mask = x, dy, mask
         if BLOCK_TAIL > 0:
             tail_mask = row_mask & tail_col_mask
-            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL, "")
-            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL, "")
-        if RECOMPUTE_RSTD:
-            squares = tl.sum(x * x, 1, keep_dims=True)
-            if BLOCK_TAIL > 0:
-                squares += tl.sum(tail_x * tail_x, 1, keep_dims=True)
-            rstd = tl.where(row_mask, 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32)), 0.0)
-        else:
-            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)  # [R, 1]
+            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL)
+            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL)
+        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)  # [R, 1]
         x *= rstd  # from here on x_hat
         mean = tl.sum(dy * weight * x, 1, keep_dims=True)
         if BLOCK_TAIL > 0:
             tail_x *= rstd
             mean += tl.sum(tail_dy * tail_weight * tail_x, 1, keep_dims=True)
         mean /= N
-        dx = _gradient(dy, x, weight, mean, rstd, dh_at, mask, HAS_DH, EVEN)
-        _store(dx_at, dx, mask, EVEN)
+        dx = _gradient(dy, x, weight, mean, rstd, dh_row + col, mask, HAS_DH, EVEN)
+        _store(dx_ptr + out + col, dx, mask, EVEN)
         if NEED_DW:
             dw = _add_rows(dw, dy * x, SUM_ROWS)
         if BLOCK_TAIL > 0:
@@ -335,12 +295,10 @@ def rms_norm_backward_chunked_kernel(
     x_stride_inner,
     rows,
     inner,
-    eps,
     offset,
     HAS_DH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     NEED_DW: tl.constexpr,
-    RECOMPUTE_RSTD: tl.constexpr,
     N: tl.constexpr,
     PARTIAL_STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -358,27 +316,20 @@ def rms_norm_backward_chunked_kernel(
         dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
         out = row.to(tl.int64) * N
         products = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-        squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x = _load(x_row + col, mask, False, "")
+            x = _load(x_row + col, mask, False)
             weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
-            products += _load(dy_row + col, mask, False, "") * weight * x
-            if RECOMPUTE_RSTD:
-                squares += x * x
-        if RECOMPUTE_RSTD:
-            mean_square = tl.sum(squares, 1, keep_dims=True) / N
-            rstd = tl.where(row_mask, 1.0 / tl.sqrt_rn(mean_square + tl.cast(eps, tl.float32)), 0.0)
-        else:
-            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+            products += _load(dy_row + col, mask, False) * weight * x
+        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
         mean = tl.sum(products, 1, keep_dims=True) * rstd / N
         tl.debug_barrier()  # what another thread has stored of the partial is read below
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x_hat = _load(x_row + col, mask, False, "") * rstd
-            dy = _load(dy_row + col, mask, False, "")
+            x_hat = _load(x_row + col, mask, False) * rstd
+            dy = _load(dy_row + col, mask, False)
             weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
             dx = _gradient(dy, x_hat, weight, mean, rstd, dh_row + col, mask, HAS_DH, False)
             _store(dx_ptr + out + col, dx, mask, False)

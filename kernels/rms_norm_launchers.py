@@ -67,18 +67,10 @@ def _registers(launch: RmsNormLaunch) -> dict[str, int]:
     return {"maxnreg": launch.max_registers} if launch.max_registers else {}
 
 
-def _unaligned_vector(launch: RmsNormLaunch, rows: int, n: int, programs: int, *tensors: torch.Tensor) -> int:
-    """Elements of 16 bytes where the kernels' form for dense rows with unaligned starts applies, else 1."""
+def _all_dense(*tensors: torch.Tensor) -> bool:
+    """True where row r of each tensor begins r * n elements behind a 16-byte border, all of one element size."""
     itemsize = tensors[0].element_size()
-    vector = 16 // itemsize
-    if not launch.unaligned or launch.block_rows != 1 or launch.block_n < n // vector * vector:
-        return 1
-    if programs % vector and programs < rows:  # a program's rows would start at different offsets from alignment
-        return 1
-    if launch.window and not launch.covers(n + vector - 1):  # a row may begin that far into its window
-        return 1
-    dense = all(x.is_contiguous() and x.element_size() == itemsize and x.data_ptr() % 16 == 0 for x in tensors)
-    return vector if dense else 1
+    return all(x.is_contiguous() and x.element_size() == itemsize and x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def launch_forward(
@@ -94,10 +86,11 @@ def launch_forward(
         return y, h, rstd
     inner, views = _row_views(x) if residual is None else _row_views(x, residual)
     (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
-    launch = forward_launch(rows, n, x.element_size(), device_profile(x.device), residual is not None)
+    itemsize = max(x_in.element_size(), residual_in.element_size())
+    dense, profile = _all_dense(x_in, residual_in), device_profile(x.device)
+    launch = forward_launch(rows, n, itemsize, profile, residual is not None, dense)
     blocks = -(-rows // launch.block_rows)
     programs = min(launch.programs or blocks, blocks)
-    vector = _unaligned_vector(launch, rows, n, programs, x_in, residual_in)
     arguments = (
         x_in,
         residual_in,
@@ -116,7 +109,8 @@ def launch_forward(
         n,
     )
     with launch_device(x):
-        if vector > 1 and launch.window:
+        if launch.window:
+            vector = 16 // itemsize
             rms_norm_unaligned_forward_kernel[(programs,)](
                 *arguments[:6],
                 rows,
@@ -139,13 +133,10 @@ def launch_forward(
                 EVEN_ROWS=rows % launch.block_rows == 0,
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
-                VECTOR=vector,
+                BLOCK_TAIL=launch.block_tail,
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
-                EVICTION=launch.eviction,
                 num_warps=launch.num_warps,
-                **_registers(launch),
             )
         else:
             rms_norm_forward_chunked_kernel[(rows,)](*arguments, BLOCK_N=launch.block_n, num_warps=launch.num_warps)
@@ -158,7 +149,6 @@ def launch_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
-    eps: float,
     offset: float,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,17 +158,16 @@ def launch_backward(
     dw_dtype = torch.float32 if weight is None else weight.dtype
     if rows == 0:
         return dx, torch.zeros(n if need_dw else 0, dtype=dw_dtype, device=x.device)
-    profile, itemsize = device_profile(x.device), x.element_size()
-    launch = backward_launch(rows, n, itemsize, profile)
+    inner, views = _row_views(dy, x) if dh is None else _row_views(dy, x, dh)
+    (dy_in, *dy_strides), (x_in, *x_strides), (dh_in, *dh_strides) = views[0], views[1], views[-1]
+    profile, itemsize = device_profile(x.device), max(view[0].element_size() for view in views)
+    launch = backward_launch(rows, n, itemsize, profile, dh is not None, _all_dense(dy_in, x_in, dh_in))
     programs = min(launch.programs or rows, -(-rows // launch.block_rows))
     partial_stride = -(-n // 16) * 16  # aligned rows: the partials are read in vectors, whatever n is
     dw = torch.empty(n if need_dw else 0, dtype=dw_dtype, device=x.device)
     alone = programs == 1 and launch.covers(n)  # a single program's partial is dw
     shape = (programs, partial_stride) if need_dw else 0
     partial = dw if alone else torch.empty(shape, dtype=torch.float32, device=x.device)
-    inner, views = _row_views(dy, x) if dh is None else _row_views(dy, x, dh)
-    (dy_in, *dy_strides), (x_in, *x_strides), (dh_in, *dh_strides) = views[0], views[1], views[-1]
-    vector = _unaligned_vector(launch, rows, n, programs, dy_in, x_in, dh_in)
     arguments = (
         dy_in,
         dh_in,
@@ -192,17 +181,16 @@ def launch_backward(
         *x_strides,
         rows,
         inner,
-        eps,
         offset,
         dh is not None,
         weight is not None,
         need_dw,
-        launch.recompute_rstd,
         n,
         partial_stride,
     )
     with launch_device(x):
-        if vector > 1 and launch.window:
+        if launch.window:
+            vector = 16 // itemsize
             rms_norm_unaligned_backward_kernel[(programs,)](
                 *arguments[:7],
                 rows,
@@ -228,11 +216,9 @@ def launch_backward(
                 SUM_TAIL_ROWS=launch.rows_in_one_thread(launch.block_tail, itemsize),
                 BLOCK_ROWS=launch.block_rows,
                 BLOCK_N=launch.block_n,
-                BLOCK_TAIL=launch.block_tail if vector == 1 else 2 * vector,
-                VECTOR=vector,
+                BLOCK_TAIL=launch.block_tail,
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
-                **_registers(launch),
             )
         else:
             rms_norm_backward_chunked_kernel[(programs,)](

@@ -102,6 +102,7 @@ def rms_norm_unaligned_forward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    RAGGED_MAIN: tl.constexpr = RAGGED_END and BLOCK_N > N  # else a row's last vector lies in the tail
     first = tl.program_id(0)
     total = tl.cast(rows, tl.int64) * N
     column, inside, whole, touched = _window(first, 0, BLOCK_N, N, VECTOR)
@@ -124,7 +125,7 @@ def rms_norm_unaligned_forward_kernel(
             touched,
             total,
             HAS_RESIDUAL,
-            RAGGED_END,
+            RAGGED_MAIN,
             VECTOR,
         )
         squares = tl.sum(value * value, 0)
@@ -175,6 +176,7 @@ def rms_norm_unaligned_backward_kernel(
     STAGES: tl.constexpr,
 ):
     """dx, and one row of partials of dw a program."""
+    RAGGED_MAIN: tl.constexpr = RAGGED_END and BLOCK_N > N  # else a row's last vector lies in the tail
     first = tl.program_id(0)
     total = tl.cast(rows, tl.int64) * N
     column, inside, whole, touched = _window(first, 0, BLOCK_N, N, VECTOR)
@@ -190,8 +192,8 @@ def rms_norm_unaligned_backward_kernel(
         window = tl.cast(row, tl.int64) * N // VECTOR * VECTOR
         at = window + tl.arange(0, BLOCK_N)
         rstd = tl.load(rstd_ptr + row)
-        dy = _load(dy_ptr + at, at, inside, touched, total, RAGGED_END, VECTOR)
-        x_hat = _load(x_ptr + at, at, inside, touched, total, RAGGED_END, VECTOR) * rstd
+        dy = _load(dy_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR)
+        x_hat = _load(x_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR) * rstd
         mean = tl.sum(dy * weight * x_hat, 0)
         tail_at, tail_dy, tail_x_hat = at, dy, x_hat
         if BLOCK_TAIL > 0:
@@ -200,14 +202,14 @@ def rms_norm_unaligned_backward_kernel(
             tail_x_hat = _load(x_ptr + tail_at, tail_at, tail_inside, tail_touched, total, RAGGED_END, VECTOR) * rstd
             mean += tl.sum(tail_dy * tail_weight * tail_x_hat, 0)
         mean /= N
-        dx = rstd * (dy * weight - x_hat * mean)
+        dx = rstd * tl.fma(x_hat, -mean, dy * weight)
         if HAS_DH:
-            dx += _load(dh_ptr + at, at, inside, touched, total, RAGGED_END, VECTOR)
+            dx += _load(dh_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR)
         _store(dx_ptr + at, dx, inside, whole)
         if NEED_DW:
             dw += dy * x_hat
         if BLOCK_TAIL > 0:
-            dx = rstd * (tail_dy * tail_weight - tail_x_hat * mean)
+            dx = rstd * tl.fma(tail_x_hat, -mean, tail_dy * tail_weight)
             if HAS_DH:
                 dx += _load(dh_ptr + tail_at, tail_at, tail_inside, tail_touched, total, RAGGED_END, VECTOR)
             _store(dx_ptr + tail_at, dx, tail_inside, tail_whole)

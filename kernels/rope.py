@@ -86,6 +86,7 @@ def _rotate(
         head_dim,
         present.element_size(),
         device_profile(present.device),
+        inverse,
     )
     size = launch.block_heads
     even = (
@@ -93,8 +94,7 @@ def _rotate(
         and 2 * launch.block_half == head_dim
         and all(count % size == 0 for count in heads)
     )
-    parts = 1 if launch.in_turn else sum(-(-count // size) for count in heads)
-    programs = batch * -(-seq_len // launch.block_tokens) * parts
+    programs = batch * -(-seq_len // launch.block_tokens) * sum(-(-count // size) for count in heads)
     with launch_device(present):
         rope_kernel[(programs,)](
             *sources,
@@ -115,7 +115,6 @@ def _rotate(
             INVERSE=inverse,
             HAS_POSITIONS=positions is not None,
             EVEN=even,
-            IN_TURN=launch.in_turn,
             BLOCK_TOKENS=launch.block_tokens,
             BLOCK_HEADS=size,
             BLOCK_HALF=launch.block_half,

@@ -48,6 +48,16 @@ def load_angles(
 
 
 @jit
+def turn(x1, x2, cos, sin):
+    """(x1 * cos - x2 * sin, x2 * cos + x1 * sin), fp32.
+
+    Which product is rounded before the sum is written out. Left to the compiler it depends on how the operands were
+    loaded, so that a strided gradient came back with other bits than its contiguous copy (Triton 3.6, sm_90).
+    """
+    return tl.fma(-x2, sin, x1 * cos), tl.fma(x1, sin, x2 * cos)
+
+
+@jit
 def _heads_tile(
     x_ptr,
     out_ptr,
@@ -87,9 +97,9 @@ def _heads_tile(
     if ROTATE:
         if INVERSE:
             sin = -sin
-        a, b = x1.to(tl.float32), x2.to(tl.float32)
-        x1 = (a * cos - b * sin).to(out_ptr.dtype.element_ty)
-        x2 = (b * cos + a * sin).to(out_ptr.dtype.element_ty)
+        a, b = turn(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+        x1 = a.to(out_ptr.dtype.element_ty)
+        x2 = b.to(out_ptr.dtype.element_ty)
     if EVEN:
         tl.store(out, x1)
         tl.store(out + HALF, x2)
@@ -136,23 +146,19 @@ def rope_kernel(
     INVERSE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     EVEN: tl.constexpr,
-    IN_TURN: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence;
-    IN_TURN all heads of those tokens, one block after another. 0 heads leave a part out. EVEN: every tile is full."""
+    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
+    0 heads leave a part out. EVEN: every tile is full."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     K_BLOCKS: tl.constexpr = (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
-    part = 0
-    block = tl.program_id(0)
-    if not IN_TURN:
-        part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
-        block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+    part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
+    block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
     blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
     batch = (block // blocks).to(tl.int64)
     tokens = (block % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
@@ -161,91 +167,7 @@ def rope_kernel(
     )
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
     exists = (tokens < seq_len) & (column < HALF)  # [T, 1, HALF]
-    if IN_TURN:
-        cos, sin = load_angles(
-            cos_ptr,
-            sin_ptr,
-            position,
-            column,
-            exists,
-            table_len,
-            HALF,
-            HAS_POSITIONS,
-            EVEN,
-            BLOCK_TOKENS,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
-        for i in tl.static_range(Q_BLOCKS):  # pyright: ignore
-            _heads_tile(
-                q_ptr,
-                q_out_ptr,
-                q_stride_batch,
-                q_stride_token,
-                q_stride_head,
-                q_stride_dim,
-                q_out_stride_token,
-                cos,
-                sin,
-                batch,
-                tokens,
-                seq_len,
-                i * BLOCK_HEADS,
-                Q_HEADS,
-                HEAD_DIM,
-                True,
-                INVERSE,
-                EVEN,
-                BLOCK_HEADS,
-                BLOCK_HALF,
-            )
-        for i in tl.static_range(K_BLOCKS):  # pyright: ignore
-            _heads_tile(
-                k_ptr,
-                k_out_ptr,
-                k_stride_batch,
-                k_stride_token,
-                k_stride_head,
-                k_stride_dim,
-                k_out_stride_token,
-                cos,
-                sin,
-                batch,
-                tokens,
-                seq_len,
-                i * BLOCK_HEADS,
-                K_HEADS,
-                HEAD_DIM,
-                True,
-                INVERSE,
-                EVEN,
-                BLOCK_HEADS,
-                BLOCK_HALF,
-            )
-        for i in tl.static_range(V_BLOCKS):  # pyright: ignore
-            _heads_tile(
-                v_ptr,
-                v_out_ptr,
-                v_stride_batch,
-                v_stride_token,
-                v_stride_head,
-                v_stride_dim,
-                v_out_stride_token,
-                0.0,
-                0.0,
-                batch,
-                tokens,
-                seq_len,
-                i * BLOCK_HEADS,
-                V_HEADS,
-                HEAD_DIM,
-                False,
-                INVERSE,
-                EVEN,
-                BLOCK_HEADS,
-                BLOCK_HALF,
-            )
-    elif part < Q_BLOCKS:
+    if part < Q_BLOCKS:
         cos, sin = load_angles(
             cos_ptr,
             sin_ptr,

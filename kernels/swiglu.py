@@ -49,13 +49,12 @@ def _tile(inner, ffn, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr, EVICTION: tl.constexpr):
+def _load(pointers, mask, EVEN: tl.constexpr):
     """fp32; EVEN: every element of the tile exists."""
     if EVEN:
-        return tl.load(pointers, eviction_policy=EVICTION).to(tl.float32)  # pyright: ignore[reportArgumentType]
+        return tl.load(pointers).to(tl.float32)
     else:
-        value = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-        return value.to(tl.float32)
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -76,14 +75,13 @@ def _swiglu_forward_kernel(
     inner,
     ffn,
     EVEN: tl.constexpr,
-    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN, EVICTION)  # [R, C]
-    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN, EVICTION)
+    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
+    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN)
     _store(out_ptr + (outer * inner + rows) * ffn + columns, gate * tl.sigmoid(gate) * up, mask, EVEN)
 
 
@@ -104,7 +102,6 @@ def _swiglu_backward_kernel(
     inner,
     ffn,
     EVEN: tl.constexpr,
-    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -112,10 +109,10 @@ def _swiglu_backward_kernel(
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     half = tl.cast(ffn, tl.int64)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN, EVICTION)  # [R, C]
-    up = _load(gate_ptr + half * stride_column, mask, EVEN, EVICTION)
+    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
+    up = _load(gate_ptr + half * stride_column, mask, EVEN)
     at = outer * grad_stride_outer + rows * grad_stride_row + columns * grad_stride_column
-    grad = _load(grad_ptr + at, mask, EVEN, EVICTION)
+    grad = _load(grad_ptr + at, mask, EVEN)
     sigma = tl.sigmoid(gate)
     out = out_ptr + outer * out_stride_outer + rows * out_stride_row + columns * out_stride_column
     _store(out, grad * up * (sigma * (1.0 + gate * (1.0 - sigma))), mask, EVEN)
@@ -144,7 +141,7 @@ def _launch_forward(gate_up: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     x = _as_three_dims(gate_up)
-    launch = swiglu_launch(x.shape[1], ffn, x.element_size(), device_profile(x.device))
+    launch = swiglu_launch(x.shape[1], ffn, x.element_size(), device_profile(x.device), False)
     grid, even = _grid(x, launch)
     with launch_device(x):
         _swiglu_forward_kernel[grid](
@@ -154,7 +151,6 @@ def _launch_forward(gate_up: Tensor) -> Tensor:
             x.shape[1],
             ffn,
             EVEN=even,
-            EVICTION=launch.eviction,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
             num_warps=launch.num_warps,
@@ -173,7 +169,7 @@ def _launch_backward(grad: Tensor, gate_up: Tensor, inplace: bool = False) -> Te
         shape = min(dy.shape[:2], x.shape[:2], key=lambda lead: lead[1])
         x, dy = x.view(*shape, x.shape[-1]), dy.view(*shape, dy.shape[-1])
     target = x if inplace else out.view(x.shape)
-    launch = swiglu_launch(x.shape[1], dy.shape[-1], x.element_size(), device_profile(x.device))
+    launch = swiglu_launch(x.shape[1], dy.shape[-1], x.element_size(), device_profile(x.device), True)
     grid, even = _grid(x, launch)
     with launch_device(x):
         _swiglu_backward_kernel[grid](
@@ -186,7 +182,6 @@ def _launch_backward(grad: Tensor, gate_up: Tensor, inplace: bool = False) -> Te
             x.shape[1],
             dy.shape[-1],
             EVEN=even,
-            EVICTION=launch.eviction,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
             num_warps=launch.num_warps,

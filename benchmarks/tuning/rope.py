@@ -50,18 +50,14 @@ def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    """One vector of each half a thread (32 registers, all threads of an SM at once), and cos and sin loaded once for
-    all heads of a token (56 to 64 registers): loaded with each block of heads, they are two thirds of all loads."""
+    """One vector of each half a thread (32 registers) and two (48 registers), over four warps or eight."""
     _, _, _, kv_heads, head_dim = shape
     heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
     tokens = 1024 // (heads * half)  # of four warps with one vector a thread
     return (
-        RopeLaunch(2 * tokens, heads, half, 4, True),
         RopeLaunch(tokens, heads, half, 4),
-        RopeLaunch(tokens, heads, half, 4, True),
-        RopeLaunch(2 * tokens, heads, half, 8, True),
-        RopeLaunch(max(tokens // 2, 1), heads, half, 2, True),
+        RopeLaunch(2 * tokens, heads, half, 4),
         RopeLaunch(2 * tokens, heads, half, 8),
     )
 

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
-from fuselm.kernels.launch.rope import rope_launch
+from fuselm.kernels.launch.rope import rope_tile
 
 _ELEMENTS = 8  # of each half of a head that a thread holds: two halves, their gradients, tables, weights and sums of dw
 
@@ -38,7 +38,7 @@ def _power_of_two(n: int) -> int:
 def forward_launch(
     seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> QkNormRopeLaunch:
-    """Forward: the tiles of rope, which moves the same bytes.
+    """Forward: tiles as for rope, which moves the same bytes.
 
     Args:
         seq_len: tokens of one sequence (tiles do not cross sequences).
@@ -46,9 +46,10 @@ def forward_launch(
         kv_heads: key heads.
         head_dim: elements of a head, even.
         itemsize: bytes of an element.
-        profile: the device.
+        profile: unused so far: the op is bound by memory on every device.
     """
-    tile = rope_launch(seq_len, heads, kv_heads, head_dim, itemsize, profile)
+    del profile
+    tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 2)
     return QkNormRopeLaunch(tile.block_tokens, tile.block_heads, tile.block_half, tile.num_warps)
 
 
@@ -57,7 +58,7 @@ def backward_launch(
     seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> QkNormRopeLaunch:
     """Backward: tiles of four warps, and as many programs as the registers let run at once. Arguments as forward."""
-    tile = rope_launch(seq_len, heads, kv_heads, head_dim, itemsize, profile)
+    tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 2)
     elements = 4 * 32 * _ELEMENTS
     block_heads = tile.block_heads
     while block_heads > 1 and block_heads * tile.block_half > elements:

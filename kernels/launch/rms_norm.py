@@ -8,6 +8,7 @@ Times in the comments are milliseconds on an H200 (Triton 3.6, bf16, L2 flushed)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ _VECTOR_BYTES = 16
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
-# Narrowest unaligned rows that are read in whole vectors, one row at a time; shorter ones go several to a program.
-_UNALIGNED_WIDTH = 1024
+# Narrowest unaligned rows that are read in whole vectors.
+_WINDOW_WIDTH = 1024
 # Elements of the rows that one program takes alone, backward: 16 a thread.
 _ONE_PROGRAM = 16384
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
 _CACHE_BYTES = 2**25
+_REGISTERS = 65536  # of a multiprocessor
+_RESERVED = 1024  # bytes of shared memory a program, beside the rows in flight
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,12 @@ class RmsNormLaunch:
         programs: programs of a persistent grid, whose programs take the next rows in turn; 0 for one program a block
             of rows. Backward, each program writes one fp32 partial of dw.
         num_stages: rows in flight through shared memory in a program's loop; 1 for loads straight to registers.
-        unaligned: read and write dense rows that start anywhere in whole vectors, where block_n holds all of a row's
-            whole vectors (see rms_norm_kernels.py).
-        recompute_rstd: backward: compute 1 / rms again from x instead of reading what the forward pass saved.
-        window: with `unaligned`, the kernels of rms_norm_unaligned_kernels.py: vectors that take in the neighbours'
-            elements at both ends of a row. The blocks must hold a row that begins 15 bytes into them.
-        late_weight: forward, one program a block of rows: load the weight after the sum of squares, when nothing else
-            waits for memory. It needs fewer registers, so that more rows are in flight.
-        eviction: forward: what the caches are told of x and residual, "evict_first" or "" for nothing. What is read
-            then gives way to what is written, which the next kernel may find in L2.
-        max_registers: registers a thread at most, 0 for no limit: more programs an SM, if nothing spills.
+        window: the kernels of rms_norm_unaligned_kernels.py, for dense rows that start anywhere: whole vectors, which
+            take in the neighbours' elements at both ends of a row. The blocks hold a row that begins 15 bytes into
+            them, and a program's rows begin equally deep.
+        late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
+            fewer registers, so that more rows are in flight.
+        max_registers: with `window`, registers a thread at most, 0 for no limit: more programs an SM.
     """
 
     block_rows: int
@@ -57,11 +56,8 @@ class RmsNormLaunch:
     num_warps: int
     programs: int = 0
     num_stages: int = 1
-    recompute_rstd: bool = False
-    unaligned: bool = False
     window: bool = False
     late_weight: bool = False
-    eviction: str = ""
     max_registers: int = 0
 
     def covers(self, n: int) -> bool:
@@ -100,18 +96,6 @@ def split_width(n: int) -> tuple[int, int]:
     return (main, tail) if n >= 256 and tail < main else (whole, 0)
 
 
-def _unaligned_blocks(n: int, itemsize: int) -> tuple[int, int]:
-    """(main, tail) of rows that start anywhere: the main block holds all whole vectors that a row may have."""
-    vector = _VECTOR_BYTES // itemsize
-    main = max(_power_of_two(n // vector * vector), 16)
-    return main, 0 if main >= n else 16
-
-
-def _multiple_of_vector(programs: int) -> int:
-    """So many programs that the rows of each, a grid apart, start equally far from alignment."""
-    return max(programs // 8 * 8, 8)
-
-
 def _warps(elements: int, per_thread: int, largest: int) -> int:
     return min(max(_power_of_two(elements // (32 * per_thread)), 1), largest)
 
@@ -122,41 +106,96 @@ def _tail_warps(tail: int) -> int:
     return _warps(tail, 8, 32)
 
 
+def _staged(row_bytes: int, per_sm: int, profile: DeviceProfile) -> tuple[int, int]:
+    """(programs, stages) of a persistent grid: at most `per_sm` programs a multiprocessor, and two rows on their way
+    through shared memory in each, fewer where they do not fit. `row_bytes`: of all tensors that a program reads."""
+    for stages in (3, 2):
+        fitting = profile.shared_memory // ((stages - 1) * row_bytes + _RESERVED)
+        if fitting > 0:
+            return profile.num_sms * min(per_sm, fitting), stages
+    return profile.num_sms * per_sm, 1
+
+
+def _window(n: int, itemsize: int, tensors: int, registers: int, profile: DeviceProfile) -> RmsNormLaunch | None:
+    """Unaligned rows of `tensors` tensors in whole vectors, 16 elements a thread, so many programs as `registers` a
+    thread and two rows ahead leave room for; None where there is none."""
+    main, tail = split_width(n + _VECTOR_BYTES // itemsize - 1)
+    # 16384 x 4097 forward: 8 elements a thread 0.095, 16 elements 0.077. A tail is the 17th, a wide one too many.
+    num_warps = _warps(main if 16 * tail <= main else 2 * main, 16, 64)
+    per_sm = _REGISTERS // (32 * num_warps * registers)
+    programs, stages = _staged(tensors * (main + tail) * itemsize, max(per_sm, 1), profile)
+    if per_sm == 0 or stages != 3:
+        return None
+    # A multiple of the elements of a vector: the rows of a program, a grid apart, then begin equally deep in theirs.
+    return RmsNormLaunch(1, main, tail, num_warps, max(programs // 8 * 8, 8), 3, window=True, max_registers=registers)
+
+
 @functools.lru_cache(1024)
-def forward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile, residual: bool = False) -> RmsNormLaunch:
-    """Forward launch for `rows` rows of `n` elements of `itemsize` bytes, to which a residual is added first or not."""
+def forward_launch(
+    rows: int, n: int, itemsize: int, profile: DeviceProfile, residual: bool = False, dense: bool = True
+) -> RmsNormLaunch:
+    """Forward launch.
+
+    Args:
+        rows: rows.
+        n: elements of a row.
+        itemsize: bytes of an element, of the wider one where x and residual differ.
+        profile: the device.
+        residual: a residual is added first.
+        dense: row r begins r * n elements behind a 16-byte border, in x and in residual.
+    """
     if n > _FORWARD_WIDTH:
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
-    if n * itemsize % _VECTOR_BYTES and n >= _UNALIGNED_WIDTH:
-        # A persistent grid loads the weight, shifted against the rows' vectors, once.
-        main, tail = _unaligned_blocks(n, itemsize)
-        num_warps = _warps(main, 16, 32)
-        programs = _multiple_of_vector(profile.num_sms * max(1, 32 // num_warps))
-        return RmsNormLaunch(1, main, tail, num_warps, programs, 3, unaligned=True)
+    tensors = 2 if residual else 1
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
-        # Rows start anywhere, so loads are narrow: many of them a thread. 8193 x 4097: 0.047, with 16 elements a
-        # thread 0.051.
-        return RmsNormLaunch(1, main, tail, _warps(main, 32, 32))
+        # 16384 x 4097: 0.077 with four programs of 64 registers an SM, 0.095 with two of twice the threads, 0.088 with
+        # one row ahead instead of two. With a residual 0.146, with half the elements a thread 0.153. Three programs
+        # where 64 registers spill: fp32, and on sm_100 rows that end inside the main block.
+        registers = 128 if residual else 80 if itemsize == 4 or (profile.arch >= 100 and n <= 4096) else 64
+        window = _window(n, itemsize, tensors, registers, profile) if dense and n >= _WINDOW_WIDTH else None
+        if window is not None:
+            # With a residual the compiler takes fewer registers where nothing is said (89 for 111).
+            return dataclasses.replace(window, max_registers=0) if residual else window
+        # Narrow loads, many of them a thread. 16384 x 4097: 0.087; early weight, 8193 x 4097: 0.047, with 16 elements
+        # a thread 0.051.
+        return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
+    if tail and main == 2 * tail and main <= 512 and not residual:
+        # Idle lanes, but several rows a program. 65536 x 768: 0.0544, one row in 512 + 256 columns 0.0551.
+        block_rows = min(2048 // (2 * main), _power_of_two(rows))
+        return RmsNormLaunch(block_rows, 2 * main, 0, 2)
     if tail:
-        return RmsNormLaunch(1, main, tail, _tail_warps(tail))
+        return RmsNormLaunch(1, main, tail, max(_tail_warps(tail), _warps(main, 32, 32)))
     if main > 8192:
         # Two programs an SM, rows through shared memory. 4096 x 16384: 0.074, one program a row 0.094.
-        num_warps = _warps(main, 32, 32)
-        return RmsNormLaunch(1, main, 0, num_warps, profile.num_sms * 2, 3)
+        programs, stages = _staged(tensors * main * itemsize, 2, profile)
+        return RmsNormLaunch(1, main, 0, _warps(main, 32, 32), programs, stages)
     if main >= 2048:
-        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.070, 16 elements
-        # 0.072; 8192 x 8192: 0.071, 16 elements 0.088. With a residual there are twice the loads: 8 elements
-        # (16384 x 4096: 0.134, 32 elements 0.136, 16 elements 0.137).
-        return RmsNormLaunch(1, main, 0, _warps(main, 8 if residual and main <= 4096 else 32, 32))
+        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.0697, 8 warps and
+        # late weight 0.0703; 32768 x 2048: 0.0700, 4 warps and late weight 0.0699. 8192 x 8192: 0.0716 with late
+        # weight (57 registers, four programs an SM), 0.0722 without (80 registers, three), 16 warps 0.0735. With a
+        # residual there are twice the loads: 8 elements (16384 x 4096: 0.1349; 32 elements and late weight 0.1356).
+        late = main > 4096 and not residual
+        return RmsNormLaunch(1, main, 0, _warps(main, 8 if residual and main <= 4096 else 32, 32), late_weight=late)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 
 
 @functools.lru_cache(1024)
-def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) -> RmsNormLaunch:
-    """Backward launch: a persistent grid; more programs hide latency, fewer write less of the dw partials."""
+def backward_launch(
+    rows: int, n: int, itemsize: int, profile: DeviceProfile, residual: bool = False, dense: bool = True
+) -> RmsNormLaunch:
+    """Backward launch: a persistent grid; more programs hide latency, fewer write less of the dw partials.
+
+    Args:
+        rows: rows.
+        n: elements of a row.
+        itemsize: bytes of an element, of the widest where dy, x and dh differ.
+        profile: the device.
+        residual: a gradient of the residual's sum, dh, is read too.
+        dense: row r begins r * n elements behind a 16-byte border, in dy, x and dh.
+    """
     if n > _BACKWARD_WIDTH:
         if n > 4 * _BACKWARD_WIDTH:
             # 1024 x 65536: 0.222 with short chunks of four rows, which read each chunk of the weight once; 0.254 with
@@ -164,33 +203,39 @@ def backward_launch(rows: int, n: int, itemsize: int, profile: DeviceProfile) ->
             return RmsNormLaunch(4, 4096 // itemsize, 0, 8, profile.num_sms * 2)
         fitting = _CACHE_BYTES // (profile.num_sms * 2 * n * itemsize)
         block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
-        # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096.
-        return RmsNormLaunch(block_rows, 16384 // itemsize, 0, 16, profile.num_sms)
+        # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096. 32 elements a thread at most, 16 where
+        # rows start anywhere and loads are narrow: more would spill.
+        held = 16384 if n * itemsize % _VECTOR_BYTES == 0 else 8192
+        return RmsNormLaunch(block_rows, min(16384 // itemsize, held // block_rows), 0, 16, profile.num_sms)
+    tensors = 3 if residual else 2
     whole, few = _power_of_two(n), _power_of_two(rows)
     if few * whole <= _ONE_PROGRAM:
         # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
         return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
-    if n * itemsize % _VECTOR_BYTES and n >= _UNALIGNED_WIDTH:
-        main, tail = _unaligned_blocks(n, itemsize)
-        # 8 elements a thread: Triton 3.6 spreads the tail so that 16 need 182 registers (112 with 8).
-        num_warps = _warps(main, 8, 32)
-        programs = _multiple_of_vector(profile.num_sms * max(2, 16 // num_warps))
-        return RmsNormLaunch(1, main, tail, num_warps, programs, 3, unaligned=True)
-    main, tail = split_width(n)
     aligned = n * itemsize % _VECTOR_BYTES == 0
+    if not aligned and dense and n >= _WINDOW_WIDTH:
+        # 16384 x 4097: 0.126 with two programs an SM (128 registers), 0.168 with one of twice the threads, 0.154 with
+        # one row ahead instead of two. With dh 0.161 and 0.223.
+        window = _window(n, itemsize, tensors, 128, profile)
+        if window is not None:
+            return window
+    main, tail = split_width(n)
     if tail and aligned and main <= 4 * tail:
         # 65536 x 768: 0.086 with two warps and rows through shared memory, 0.091 with one warp that loads straight to
         # registers. 8192 x 5120: 0.074 with eight warps, 0.083 with one block of 8192.
         num_warps = max(_warps(main, 16, 32), min(_warps(tail, 4, 32), 2))
-        return RmsNormLaunch(1, main, tail, num_warps, profile.num_sms * max(1, 16 // num_warps), 3)
+        programs, stages = _staged(tensors * (main + tail) * itemsize, max(1, 16 // num_warps), profile)
+        return RmsNormLaunch(1, main, tail, num_warps, programs, stages)
     if tail and aligned:
         # Few threads for a small tail would hold more of the main block than fits their registers: idle lanes instead.
         main, tail = 2 * main, 0
     block_rows = min(max(1, 1024 // main), _power_of_two(rows))
     num_warps = _warps(block_rows * main, 16, 32)
-    # Rows through shared memory, two ahead of the one that is computed, where vectors can be copied.
-    stages = 3 if aligned else 1
-    return RmsNormLaunch(block_rows, main, tail, num_warps, profile.num_sms * max(1, 16 // num_warps), stages)
+    per_sm = max(1, 16 // num_warps)
+    if not aligned:  # narrow loads go straight to registers
+        return RmsNormLaunch(block_rows, main, tail, num_warps, profile.num_sms * per_sm)
+    programs, stages = _staged(tensors * block_rows * main * itemsize, per_sm, profile)
+    return RmsNormLaunch(block_rows, main, tail, num_warps, programs, stages)
 
 
 @functools.lru_cache(1024)

@@ -20,14 +20,12 @@ LAUNCHES = {
     "rows and tail": RmsNormLaunch(2, 256, 64, 4, 3),
     "rows in one thread": RmsNormLaunch(2, 512, 0, 1, 2),
     "staged": RmsNormLaunch(1, 512, 0, 4, 3, 3),
-    "late weight": RmsNormLaunch(2, 512, 0, 4, late_weight=True, max_registers=64),
-    "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True, eviction="evict_first"),
+    "late weight": RmsNormLaunch(2, 512, 0, 4, late_weight=True),
+    "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True),
     "one program": RmsNormLaunch(8, 512, 0, 4, 1),
     "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
-    "recomputed": RmsNormLaunch(2, 256, 64, 1, 2, recompute_rstd=True),
     "chunked": RmsNormLaunch(1, 128, 0, 4, 3),
     "chunked rows": RmsNormLaunch(4, 64, 0, 4, 2),
-    "chunked recomputed": RmsNormLaunch(2, 128, 0, 4, 2, recompute_rstd=True),
 }
 
 
@@ -64,32 +62,23 @@ def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, dev
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("n", "programs", "window", "rows"),
+    ("n", "programs", "rows"),
     [
-        (257, 8, False, 19),
-        (301, 16, False, 19),
-        (301, 12, False, 19),
-        (519, 8, False, 19),
-        (303, 0, False, 19),
-        (257, 8, True, 19),  # main block and tail, and the last vector is no whole one
-        (301, 16, True, 24),
-        (301, 8, True, 9),
-        (505, 8, True, 16),  # a row that begins late reaches into the tail
-        (303, 0, True, 3),
-        (301, 12, True, 19),
+        (257, 8, 19),  # main block and tail, and the last vector is no whole one
+        (301, 16, 24),
+        (301, 8, 9),
+        (505, 8, 16),  # a row that begins late reaches into the tail
+        (303, 0, 3),
     ],
 )
-def test_rows_that_start_anywhere_give_what_padded_ones_give(
-    n, programs, window, rows, dtype, device, generator, monkeypatch
-):
-    """In whole vectors, except bf16 with 12 programs: the rows of one start differently, and narrow loads take over."""
+def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, rows, dtype, device, generator, monkeypatch):
     x, r = (torch.randn(rows, n, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     w = torch.randn(n, device=device, generator=generator).to(dtype).requires_grad_()
     dy, dh = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for _ in range(2))
     results = []
     for launch in (
         RmsNormLaunch(1, 1024, 0, 4, 4),
-        RmsNormLaunch(1, 256 if n < 264 else 512, 16, 4, programs, 3, unaligned=True, window=window),
+        RmsNormLaunch(1, 256 if n < 264 else 512, 16, 4, programs, 3, window=True, max_registers=64),
     ):
         monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
         monkeypatch.setattr(module, "backward_launch", functools.partial(lambda value, *_: value, launch))
@@ -101,22 +90,6 @@ def test_rows_that_start_anywhere_give_what_padded_ones_give(
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_window_holds_a_row_that_begins_anywhere_or_is_not_taken(itemsize, device, generator, monkeypatch):
-    """510 columns in a block of 512: a row that begins more than two elements in would lose its end."""
-    x = torch.randn(16, 510, device=device, generator=generator).to({2: torch.bfloat16, 4: torch.float32}[itemsize])
-    exact = torch.nn.functional.rms_norm(x.double(), (510,), eps=1e-6)
-    taken = []
-    kernel = module.rms_norm_unaligned_forward_kernel
-    monkeypatch.setattr(module, "rms_norm_unaligned_forward_kernel", _Counting(kernel, taken))
-    for tail in (0, 16):
-        launch = RmsNormLaunch(1, 512, tail, 4, 8, unaligned=True, window=True)
-        monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
-        y = fuselm.rms_norm(x, backend="triton")
-        torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
-    assert len(taken) == 1
 
 
 class _Counting:
@@ -152,39 +125,76 @@ def test_few_rows_take_one_launch(rows, n, dtype, device, generator, monkeypatch
 
 
 @pytest.mark.parametrize("view", ["rows of a wider tensor", "one element into a tensor", "expanded"])
-def test_unaligned_launches_take_tensors_that_are_not_dense(view, device, generator):
+def test_unaligned_rows_of_tensors_that_are_not_dense_are_read_narrowly(view, device, generator, monkeypatch):
     base = torch.randn(20, 1100, device=device, generator=generator)
     x = {
         "rows of a wider tensor": base[:, 3:1030],
         "one element into a tensor": base.flatten()[1 : 1 + 20 * 1027].view(20, 1027),
         "expanded": base[:1, :1027].expand(20, 1027),
     }[view].requires_grad_()
-    assert backward_launch(20, 1027, 4, KNOWN_PROFILES[90]).unaligned
+    assert backward_launch(20, 1027, 4, KNOWN_PROFILES[90]).window
+    taken = []
+    for name in ("rms_norm_unaligned_forward_kernel", "rms_norm_unaligned_backward_kernel"):
+        monkeypatch.setattr(module, name, _Counting(getattr(module, name), taken))
     dense = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     results = []
     for leaf in (x, dense):
         y = fuselm.rms_norm(leaf, backend="triton")
         results.append((y, torch.autograd.grad(y, leaf, y.detach().cos())[0]))
+    assert len(taken) == 2  # the dense tensor's
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def _launches(rows: int, n: int, itemsize: int, arch: int):
+    """(launch, tensors it reads) of both directions, with a residual or without, of dense tensors or views."""
+    for residual in (False, True):
+        for dense in (False, True):
+            arguments = rows, n, itemsize, KNOWN_PROFILES[arch], residual, dense
+            yield forward_launch(*arguments), 1 + residual
+            yield backward_launch(*arguments), 2 + residual
+
+
+WIDTHS = (1, 3, 64, 96, 257, 641, 768, 769, 1536, 2880, 4096, 4097, 4352, 5120, 5121, 8192, 8193, 12001, 14336)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 65536])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_launches_are_possible_for_every_width(arch, itemsize, rows):
     profile = KNOWN_PROFILES[arch]
-    for n in (1, 3, 64, 96, 128, 255, 257, 768, 1536, 2880, 4096, 4097, 5120, 8192, 8193, 14336, 16384, 16385, 65536):
-        for launch in (forward_launch(rows, n, itemsize, profile), backward_launch(rows, n, itemsize, profile)):
+    for n in (*WIDTHS, 16383, 16384, 16385, 65535, 65536, *range(5, 16384, 211)):
+        for launch, tensors in _launches(rows, n, itemsize, arch):
             for size in (launch.block_rows, launch.block_n, launch.num_warps):
                 assert size > 0 and size & (size - 1) == 0, (n, launch)
             assert launch.num_warps <= 32 and launch.block_n + launch.block_tail < 2 * max(n, 16)
             assert not launch.block_tail or launch.covers(n)  # chunks have no tail
+            columns = launch.block_n + launch.block_tail
             if launch.covers(n):  # elements a thread holds: more would spill
-                held = launch.block_rows * (launch.block_n + launch.block_tail) / (32 * launch.num_warps)
-                assert held <= 40, (n, launch)
+                assert launch.block_rows * columns / (32 * launch.num_warps) <= 40, (n, launch)
+            else:
+                assert launch.block_rows * launch.block_n / (32 * launch.num_warps) <= 32, (n, launch)
+            # Rows on their way through shared memory, all but the one that is computed.
+            staged = (launch.num_stages - 1) * launch.block_rows * columns * itemsize * tensors
+            assert staged + 512 <= profile.shared_memory, (n, launch)
         sums = sum_launch(132 * 8, n, profile)
         assert sums.block_partials * sums.block_n <= 16384
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_windows_hold_a_row_that_begins_anywhere_equally_deep_in_each_program(arch, itemsize):
+    vector, found = 16 // itemsize, 0
+    for n in (*WIDTHS, *range(1025, 16384, 118)):
+        for launch, tensors in _launches(65536, n, itemsize, arch):
+            if not launch.window:
+                continue
+            found += 1
+            assert n % vector and launch.covers(n + vector - 1) and launch.block_rows == 1
+            assert launch.programs % vector == 0
+            held = (launch.max_registers or 128) * 32 * launch.num_warps
+            assert held <= 65536 and (tensors < 3 or launch.max_registers == 128)
+    assert found > 100
 
 
 def test_a_row_is_covered_by_as_few_lanes_as_two_blocks_allow():

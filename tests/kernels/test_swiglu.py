@@ -253,7 +253,8 @@ def test_bad_input_is_named(x, error, message, backend, device):
 def test_launch_fills_threads_with_vectors():
     profile = KNOWN_PROFILES[90]
     for ffn, itemsize in ((8192, 2), (8192, 4), (14336, 2), (48, 2), (2, 2)):
-        launch = swiglu_launch(16384, ffn, itemsize, profile)
-        per_thread = launch.block_rows * launch.block_columns // (32 * launch.num_warps)
-        assert per_thread * itemsize >= 16
-    assert swiglu_launch(1, 8, 2, profile).block_rows == 1
+        for backward in (False, True):
+            launch = swiglu_launch(16384, ffn, itemsize, profile, backward)
+            per_thread = launch.block_rows * launch.block_columns // (32 * launch.num_warps)
+            assert per_thread * itemsize == (16 if backward or ffn < 512 else 32)
+    assert swiglu_launch(1, 8, 2, profile, False).block_rows == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from math import gcd
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def test_full_and_partial_tiles_give_the_same_bits(launch, inplace, device, gene
 def test_tiles_are_full_where_the_width_allows():
     profile = KNOWN_PROFILES[90]
     for ffn, columns in ((14336, 2048), (8192, 2048), (5120, 1024), (2560, 512), (11008, 2048), (16, 16)):
-        launch = swiglu_launch(16384, ffn, 2, profile)
+        launch = swiglu_launch(16384, ffn, 2, profile, True)
         assert launch.block_columns == columns
         assert launch.block_rows * launch.block_columns == 32 * launch.num_warps * 8
         assert launch.block_rows == 1 or columns < 512
+        assert gcd(ffn, 2048) < 512 or ffn % swiglu_launch(16384, ffn, 2, profile, False).block_columns == 0
