@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.direct import launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.qk_norm_rope import QkNormRopeLaunch, backward_launch, forward_launch
 from fuselm.kernels.qk_norm_rope_backward import qk_norm_rope_backward_kernel, sum_weight_gradients_kernel
@@ -369,6 +370,7 @@ def qk_norm_rope(
         TypeError: a dtype is not supported.
         RuntimeError: backend="triton" where it cannot run.
     """
+    check_tensors({"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight})
     if qkv.dim() not in (3, 4) or num_heads < 1 or num_kv_heads < 1 or qkv.shape[-2] != num_heads + 2 * num_kv_heads:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)} with num_heads={num_heads} and num_kv_heads={num_kv_heads}: expected "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.direct import may_skip_dispatcher, needs_grad
 from fuselm.kernels.rms_norm_launchers import launch_backward, launch_forward
 
@@ -196,6 +197,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, backend: Backend) -> bool:
     """Validates the arguments; True if the kernels run, False for the reference."""
+    check_tensors({"x": x}, {"weight": weight})
     if not x.is_floating_point():
         raise TypeError(f"x has dtype {x.dtype}: expected a floating-point tensor")
     if x.dim() == 0:
@@ -284,6 +286,7 @@ def add_rms_norm(
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message names the argument.
         RuntimeError: backend="triton" where Triton cannot run.
     """
+    check_tensors({"x": x, "residual": residual})
     if residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}: expected x's shape {tuple(x.shape)}")
     if residual.device != x.device:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.rope import rope_launch
 from fuselm.kernels.rope_kernels import rope_kernel
@@ -219,6 +220,7 @@ class _Rope(torch.autograd.Function):
 
 
 def check_rope_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
+    check_tensors({"q": q, "k": k, "cos": cos, "sin": sin}, {"positions": positions})
     if q.dim() not in (3, 4) or k.dim() != q.dim():
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected (batch, seq, heads, head_dim) for both, or "
@@ -464,6 +466,7 @@ def rope_qkv(
         TypeError: a dtype is not supported.
         RuntimeError: backend="triton" where it cannot run.
     """
+    check_tensors({"qkv": qkv})
     if qkv.dim() not in (3, 4) or num_heads < 1 or num_kv_heads < 1 or qkv.shape[-2] != num_heads + 2 * num_kv_heads:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)} with num_heads={num_heads} and num_kv_heads={num_kv_heads}: expected "

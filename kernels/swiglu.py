@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import Backend, compute_dtype, device_profile, jit, select_backend, tl
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.direct import check_writable, launch_device, may_skip_dispatcher, needs_grad
 from fuselm.kernels.launch.swiglu import SwigluLaunch, swiglu_launch
 
@@ -270,6 +271,7 @@ def swiglu(gate_up: Tensor, *, inplace: bool = False, backend: Backend = "auto")
         TypeError: the dtype is not supported.
         RuntimeError: backend="triton" where it cannot run.
     """
+    check_tensors({"gate_up": gate_up})
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has shape {tuple(gate_up.shape)}: expected (..., 2 * ffn), gate and up side by side")
     if gate_up.dtype not in (*_KERNEL_DTYPES, torch.float64):

@@ -1,0 +1,29 @@
+"""Checks of arguments that all ops share."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+
+import torch
+
+
+def check_tensors(required: Mapping[str, object], optional: Mapping[str, object] | None = None) -> None:
+    """Refuses arguments, by name, that are no tensors; those in `optional` may be None.
+
+    Raises:
+        TypeError: names the argument, its value and its type.
+    """
+    for name, value in required.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(_refusal(name, value, "a torch.Tensor"))
+    for name, value in (optional or {}).items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(_refusal(name, value, "a torch.Tensor or None"))
+
+
+def _refusal(name: str, value: object, expected: str) -> str:
+    return (
+        f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}: expected {expected}; torch.as_tensor makes "
+        "one of numbers or of an array"
+    )
