@@ -92,6 +92,26 @@ def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, rows, 
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter multiplies in numpy
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_spoils_no_neighbour_in_its_vectors(bad, device, generator, monkeypatch):
+    launch = RmsNormLaunch(1, 256, 16, 4, 8, 3, window=True, max_registers=64)
+    monkeypatch.setattr(module, "forward_launch", lambda *_: launch)
+    monkeypatch.setattr(module, "backward_launch", lambda *_: launch)
+    x, r, dy, dh = (torch.randn(19, 257, device=device, generator=generator).bfloat16() for _ in range(4))
+    results = []
+    for value in (0.0, bad):
+        for t in (x, r, dy, dh):
+            t[[0, 7, 18]] = value
+        leaf = x.clone().requires_grad_()
+        y, h = fuselm.add_rms_norm(leaf, r, backend="triton")
+        results.append((y, h, *torch.autograd.grad((y, h), leaf, (dy, dh))))
+    others = [i for i in range(19) if i not in (0, 7, 18)]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a[others], b[others]) and a.isfinite().all()
+        assert not b[[0, 7, 18]].isfinite().any()
+
+
 class _Counting:
     """Stands in for a kernel and notes its launches."""
 
