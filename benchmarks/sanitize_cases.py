@@ -78,7 +78,7 @@ def _run_decode(device: torch.device) -> None:
 
 
 def _run_attention(hopper: bool, case: Mapping[str, Any], device: torch.device, *, deterministic: bool = False) -> None:
-    with dispatch.prefer_hopper(hopper, deterministic):
+    with dispatch.prefer_hopper(hopper):
         if hopper:
             refusal = dispatch.hopper_refusal(device, dtype=torch.bfloat16, head_dim=case["head_dim"])
             if refusal is not None:

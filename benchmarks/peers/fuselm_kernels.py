@@ -56,15 +56,10 @@ def _other_attention(inputs: dict[str, Any]) -> Call:
 def _deterministic_attention(inputs: dict[str, Any]) -> Call:
     """With the Hopper backward that adds dQ up in a fixed order: what the same bits in every run cost."""
     q = inputs["q"]
-    context = partial(dispatch.prefer_hopper, deterministic=True)
-    with context():
-        refusal = dispatch.hopper_refusal(
-            q.device, dtype=q.dtype, head_dim=q.shape[-1], direction="backward", deterministic=True
-        )
+    refusal = dispatch.hopper_refusal(q.device, dtype=q.dtype, head_dim=q.shape[-1])
     if refusal is not None:
         raise NotOfferedError(refusal)
-    call = plain_call(partial(attention, deterministic=True), inputs)
-    return dataclasses.replace(call, context=context)
+    return plain_call(partial(attention, deterministic=True), inputs)
 
 
 def _adamw(inputs: dict[str, Any]) -> Call:

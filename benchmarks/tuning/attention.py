@@ -15,13 +15,7 @@ from fuselm.kernels.attention.hopper_backward import hopper_backward
 from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 from fuselm.kernels.launch.attention import TileLaunch
-from fuselm.kernels.launch.attention_hopper import (
-    Carry,
-    Hold,
-    HopperBackwardLaunch,
-    HopperForwardLaunch,
-    Schedule,
-)
+from fuselm.kernels.launch.attention_hopper import MIB, HopperBackwardLaunch, HopperForwardLaunch
 
 # batch, length, heads, kv_heads, head_dim
 ROWS = (
@@ -35,7 +29,6 @@ ROWS = (
 )
 DETERMINISTIC_ROWS = ((4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 64))
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
-MIB = 2**20
 
 
 def _inputs(row: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -78,70 +71,30 @@ def _backward(
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """consumers, stages, section in MiB, how P is carried, sums added up once a tile, what is done before P·V ends."""
-    choices: list[tuple[int, int, int, Carry, bool, Hold]]
+    """consumers, stages, section in MiB."""
     if head_dim == 128:
-        choices = [
-            (2, 2, 32, "packed", True, "sum"),
-            (2, 2, 32, "packed", True, "max"),
-            (2, 2, 32, "packed", True, "none"),
-            (2, 2, 12, "packed", True, "sum"),
-            (2, 2, 32, "wide", False, "sum"),
-            (2, 2, 20, "packed", True, "max"),
-        ]
+        choices = [(2, 2, 24), (2, 2, 16), (2, 2, 12), (2, 2, 32)]
     elif length > 2048:
-        choices = [
-            (3, 2, 32, "packed", True, "max"),
-            (2, 3, 32, "packed", True, "sum"),
-            (3, 2, 32, "packed", True, "none"),
-            (3, 2, 8, "packed", True, "max"),
-            (2, 3, 32, "wide", True, "sum"),
-            (3, 2, 24, "packed", True, "none"),
-            (3, 2, 16, "narrow", False, "none"),
-        ]
+        choices = [(3, 2, 24), (3, 2, 16), (2, 3, 32), (3, 2, 48)]
     else:
-        choices = [
-            (2, 3, 24, "packed", True, "sum"),
-            (2, 3, 24, "packed", True, "max"),
-            (2, 3, 24, "wide", True, "sum"),
-            (2, 3, 16, "packed", True, "none"),
-            (2, 3, 20, "packed", True, "sum"),
-            (2, 3, 48, "packed", True, "sum"),
-            (2, 2, 24, "packed", True, "sum"),
-        ]
-    return tuple(
-        HopperForwardLaunch(consumers, 128, stages, True, True, section * MIB, carry, late_sum, hold)
-        for consumers, stages, section, carry, late_sum, hold in choices
-    )
+        choices = [(2, 3, 20), (2, 3, 16), (2, 2, 24), (3, 2, 24)]
+    return tuple(HopperForwardLaunch(consumers, 128, stages, section * MIB) for consumers, stages, section in choices)
 
 
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """schedule, dQ from the registers, turns, section in MiB. "beside" by TMA spills at head_dim 64."""
-    block_m, section = (128, 16) if head_dim == 64 else (64, 32)
-    choices: list[tuple[Schedule, bool, bool, int]] = [
-        ("lagged", True, False, section),
-        ("lagged", True, True, section),
-        ("beside", True, False, section),
-        ("deferred", True, False, section),
-        ("lagged", True, False, 48 - section),
-    ]
-    choices.append(("lagged", False, False, section))
-    choices.append(("lagged", False, True, section))
-    if head_dim == 128:
-        choices.append(("beside", False, False, section))
-    return tuple(
-        HopperBackwardLaunch(block_m, 2, mib * MIB, schedule, direct, turns) for schedule, direct, turns, mib in choices
-    )
+    """Sections, dQ of a block in the next one's pass or not."""
+    block_m = 128 if head_dim == 64 else 64
+    choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
+    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices)
 
 
 def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
     """Ordered launches, and the same without the order, whose time says what the order costs."""
     block_m = 128 if head_dim == 64 else 64
-    schedules: tuple[Schedule, ...] = ("beside",) if head_dim == 64 else ("lagged", "beside")
     return tuple(
-        HopperBackwardLaunch(block_m, 2, 32 * MIB, schedule, True, False, ordered)
+        HopperBackwardLaunch(block_m, 2, 32 * MIB, lagged, ordered)
         for ordered in (True, False)
-        for schedule in schedules
+        for lagged in (True, False)
     )
 
 

@@ -161,7 +161,7 @@ def attention(
             kernel does not: its grid follows from the number of tokens.
         max_seqlen_k: the same for the keys.
         deterministic: asks for the same bits in every run. The portable kernel and the reference on a CPU always give
-            them; of the Hopper kernels the backward one does not (its dq), so that the portable one runs instead.
+            them; the Hopper backward kernel then adds dq up in a fixed order, which takes longer.
         return_lse: also return the log-sum-exp of the scores, which is differentiable.
         backend: "auto", "triton" or "reference".
 

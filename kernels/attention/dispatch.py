@@ -17,18 +17,13 @@ from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 
 KernelName = Literal["reference", "portable", "hopper"]
-Direction = Literal["forward", "backward"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {"portable": (portable_forward, portable_backward), "hopper": (hopper_forward, hopper_backward)}
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_BY_DEFAULT = True
 """Whether calls that the Hopper kernels take run them without being asked (`prefer_hopper`)."""
 
-HOPPER_DETERMINISTIC_BY_DEFAULT = False
-"""Whether that holds for backward calls with deterministic=True as well, where dq is added up in order."""
-
 _hopper_enabled = HOPPER_BY_DEFAULT
-_hopper_deterministic = HOPPER_DETERMINISTIC_BY_DEFAULT
 
 
 @dataclass(frozen=True)
@@ -46,20 +41,19 @@ class KernelChoice:
 
 
 @contextlib.contextmanager
-def prefer_hopper(enabled: bool = True, deterministic: bool = HOPPER_DETERMINISTIC_BY_DEFAULT) -> Iterator[None]:
+def prefer_hopper(enabled: bool = True) -> Iterator[None]:
     """Within this context the Hopper kernels run wherever they can (or, with False, nowhere); for comparisons.
 
     Args:
         enabled: whether they run at all.
-        deterministic: whether they also run backward calls with deterministic=True.
     """
-    global _hopper_enabled, _hopper_deterministic
-    before = _hopper_enabled, _hopper_deterministic
-    _hopper_enabled, _hopper_deterministic = enabled, deterministic
+    global _hopper_enabled
+    before = _hopper_enabled
+    _hopper_enabled = enabled
     try:
         yield
     finally:
-        _hopper_enabled, _hopper_deterministic = before
+        _hopper_enabled = before
 
 
 def hopper_refusal(
@@ -68,8 +62,6 @@ def hopper_refusal(
     dtype: torch.dtype,
     head_dim: int,
     softcap: float = 0.0,
-    direction: Direction = "forward",
-    deterministic: bool = False,
     tensors: tuple[torch.Tensor, ...] = (),
 ) -> str | None:
     """Why a call does not run the Hopper kernels, or None where it does.
@@ -79,8 +71,6 @@ def hopper_refusal(
         dtype: theirs.
         head_dim: their last dimension.
         softcap: as given to the op, 0 for none.
-        direction: "forward" or "backward".
-        deterministic: whether the same bits are asked for in every run.
         tensors: q, k and v as (batch, rows, heads, head_dim), where they are known: TMA constrains their strides.
     """
     if not _hopper_enabled:
@@ -98,8 +88,6 @@ def hopper_refusal(
         return f"the Hopper kernels take head_dim {' and '.join(map(str, HOPPER_HEAD_DIMS))}, not {head_dim}"
     if softcap:
         return "the Hopper kernels have no softcap"
-    if direction == "backward" and deterministic and not _hopper_deterministic:
-        return "the Hopper backward kernel adds dQ up in any order unless prefer_hopper(deterministic=True) is given"
     for name, x in zip("qkv", tensors, strict=False):
         if x.numel() == 0:
             return f"{name} is empty"
@@ -137,11 +125,9 @@ def explain_kernel(
     head_dim: int = 128,
     backend: Backend = "auto",
     softcap: float = 0.0,
-    direction: Direction = "forward",
-    deterministic: bool = False,
     tensors: tuple[torch.Tensor, ...] = (),
 ) -> KernelChoice:
-    """Which kernel `attention` runs for tensors on `device`, and why.
+    """Which kernel `attention` runs for tensors on `device`, forward and backward, and why.
 
     Args:
         device: where q, k and v lie.
@@ -149,8 +135,6 @@ def explain_kernel(
         head_dim: their last dimension.
         backend: as given to `attention`.
         softcap: as given to `attention`, 0 for none.
-        direction: "forward", or "backward" for the kernels that compute the gradients.
-        deterministic: as given to `attention`.
         tensors: q, k and v, (batch, seq, heads, head_dim) or (tokens, heads, head_dim): their strides matter to TMA.
 
     Raises:
@@ -168,8 +152,6 @@ def explain_kernel(
         dtype=dtype,
         head_dim=head_dim,
         softcap=softcap,
-        direction=direction,
-        deterministic=deterministic,
         tensors=tuple(x[None] if x.dim() == 3 else x for x in tensors),
     )
     if refusal is None:

@@ -4,7 +4,8 @@ Formulas as in portable.py, five products instead of seven: a program keeps 128 
 warpgroups with 64 of them each, and goes through the queries of all heads that share them:
     Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that Pᵀ and dSᵀ are left operands in registers: dV += Pᵀ·dO, dK += dSᵀ·Q;
     dS also goes to shared memory, where both consumers read all of it: each computes one half of dQ = dS·K, which is
-    added to an fp32 buffer in device memory.
+    added to an fp32 buffer in device memory. In a lagged launch this is dQ of the block before: the consumers, which
+    need each other's dS for it, need not keep step then.
 These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
 come tile by tile (`wait_for_turn`), and the bits are the same in every run.
 
@@ -70,8 +71,8 @@ def _produce(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _turns, _idle = barriers
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s = buffers
+    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, _window = problem
     instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
         _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
@@ -125,12 +126,11 @@ def _multiply_dq(ds_s, k_s, pair, half: tl.constexpr, ME: tl.constexpr, BLOCK_M:
 def _consume(
     position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
-    ORDERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s = buffers
-    dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle = barriers
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s = buffers
+    dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = dk_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -144,7 +144,6 @@ def _consume(
     kv_head = instance % kv_heads
     k = matrix(k_s.index(ME))
     v = matrix(v_s.index(ME))
-    dq_half = dq_s.index(ME) if not DIRECT else dq_s
     # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does not
     # exist, none.
     key = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
@@ -179,14 +178,10 @@ def _consume(
     # one value have it at the loop's start (test_kernel_sources.py).
     added_row = padded + block * BLOCK_M
     turn = gl.where(block < before_end, tile, 0)
-    dq = gl.zeros([64, 64], gl.float32, half)
-    if SCHEDULE == "lagged":  # before the first block, dS is 0
+    if LAGGED:  # before the first block, dS is 0
         ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(0), count=1)
-    if TURNS:
-        if ME == 1:  # phases must be waited for one by one: the first belongs to no pass
-            mbarrier.wait(turns.index(1), 0)
     for done in range(group * count):
         slot = done % STAGES  # pyright: ignore[reportOperatorIssue]
         phase = done // STAGES & 1
@@ -195,15 +190,11 @@ def _consume(
         # dP starts from -delta instead of 0: the registers of delta are those of the sum.
         dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
         s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if SCHEDULE == "deferred":
-            add_dq(dq_desc, dq_ptr, dq_half, dq, dq_row, ME, HEAD_DIM, DIRECT)
         mbarrier.wait(do_full.index(slot), phase)
         do = matrix(do_s.index(slot))
         dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-        if TURNS:  # the products of a pass and the first two of the next are issued: now the other consumer's
-            mbarrier.arrive(turns.index(1 - ME), count=1)
         if ORDERED:  # while the products run: both take a way to the L2 cache and back
-            if SCHEDULE == "lagged":
+            if LAGGED:
                 pass_turn(turns_ptr, added_row, tile + 1, done > 1, ME, HEAD_DIM)
                 wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
                 added_row = dq_row
@@ -223,16 +214,14 @@ def _consume(
             p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
             if WINDOW:
                 p = gl.where((column & -7) < (low - row + window)[:, None] - (column & 6), p, 0.0)
-        if TURNS:
-            mbarrier.wait(turns.index(ME), (done + ME) & 1)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p * dp).to(dtype)
-        if SCHEDULE == "lagged":
+        if LAGGED:
             # Keeps the compiler from computing dS behind the product below, which has no registers beside P and dP.
             ds = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ds], dtype=ds.dtype, is_pure=False, pack=2)
         ds_left = gl.convert_layout(ds, left, assert_trivial=True)
-        if SCHEDULE == "lagged":
+        if LAGGED:
             # dQ of the block before. Its dS was complete when this pass began, or nearly so: the consumers need not
             # keep step, and one's softmax can meet the other's products.
             mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
@@ -244,12 +233,10 @@ def _consume(
             # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
             mbarrier.arrive(do_empty.index(slot), count=1)
-            add_dq(dq_desc, dq_ptr, dq_half, dq * scale, dq_row, ME, HEAD_DIM, DIRECT)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
         else:
-            if SCHEDULE == "deferred":
-                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
             # after its product out of this buffer.
             ds_s.index(2 * (done & 1) + ME).store(ds)
@@ -257,21 +244,12 @@ def _consume(
             mbarrier.arrive(ds_full.index(done & 1), count=1)
             mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
             dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
-            if SCHEDULE == "deferred":
-                dv = warpgroup_mma_wait(3, deps=(dv,))
-                mbarrier.arrive(do_empty.index(slot), count=1)
-                dk = warpgroup_mma_wait(2, deps=(dk,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
-                # Scaled here rather than at the end: ptxas would wait for the next product before it lets the registers
-                # of this one out; those of a result of other arithmetic it lets go.
-                dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
-            else:
-                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-                dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-                mbarrier.arrive(do_empty.index(slot), count=1)
-                add_dq(dq_desc, dq_ptr, dq_half, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM, DIRECT)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
+            dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+            mbarrier.arrive(do_empty.index(slot), count=1)
+            add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
         dq_row = padded + block * BLOCK_M
         if ORDERED:
             turn = gl.where(block < before_end, tile, 0)
@@ -284,13 +262,7 @@ def _consume(
             if block == block_begin + count:
                 block = block_begin
                 padded += query_tiles * BLOCK_M
-    if TURNS:
-        if ME == 0:
-            mbarrier.arrive(turns.index(1), count=1)
-    if SCHEDULE == "deferred":
-        if count > 0:
-            add_dq(dq_desc, dq_ptr, dq_half, dq, dq_row, ME, HEAD_DIM, DIRECT)
-    if SCHEDULE == "lagged":
+    if LAGGED:
         pairs = group * count
         mbarrier.wait(ds_full.index(pairs & 1), pairs // 2 & 1)
         if count > 0:
@@ -299,7 +271,7 @@ def _consume(
                 wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
             dq = _multiply_dq(ds_s, k_s, pairs & 1, half, ME, BLOCK_M, HEAD_DIM)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_dq(dq_desc, dq_ptr, dq_half, dq * scale, dq_row, ME, HEAD_DIM, DIRECT)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
     if ORDERED:
         if count > 0:
             pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
@@ -318,11 +290,10 @@ def _consume(
     do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
 )
 def _hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc, table_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, turns_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr, SCHEDULE: tl.constexpr, DIRECT: tl.constexpr, TURNS: tl.constexpr,
-    ORDERED: tl.constexpr,
+    STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -333,19 +304,17 @@ def _hopper_backward_kernel(
     delta_s = ring(delta_desc, STAGES)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-    dq_s = ring(dq_desc, 2) if not DIRECT else lse2_s
     kv_full = barrier_ring(2, 1)
     q_full = barrier_ring(STAGES, 1)
     q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
     do_empty = barrier_ring(STAGES, 2)
     ds_full = barrier_ring(2, 2)
-    turns = barrier_ring(2, 1)
     idle = barrier_ring(1, 2)
-    buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, dq_s)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, turns, idle)
+    buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
-    outputs = (dq_desc, dq_ptr, turns_ptr, dk_desc, dv_desc)
+    outputs = (dq_ptr, turns_ptr, dk_desc, dv_desc)
     position = gl.program_id(0)
     if ORDERED:  # programs number themselves as they start, behind the turns of all pieces of dQ
         pieces = instances * group * query_tiles * (BLOCK_M // 64) * (HEAD_DIM // 64)
@@ -354,9 +323,9 @@ def _hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS, ORDERED)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, SCHEDULE, DIRECT, TURNS, ORDERED)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
             (_produce, (position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
                         table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES, ORDERED)),
         ],
@@ -433,7 +402,6 @@ def hopper_backward(
             rows_descriptor(dout, block_m, packed),
             flat_descriptor(padded_lse2, [block_m]),
             flat_descriptor(delta, [block_m]),
-            flat_descriptor(dq_sum, [64, 64]),
             dq_sum,
             turns,
             rows_descriptor(dk, 64, packed),
@@ -442,12 +410,11 @@ def hopper_backward(
             queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)), scale,
             scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
-            STAGES=launch.stages, SCHEDULE=launch.schedule, DIRECT=launch.direct, TURNS=launch.turns,
-            ORDERED=launch.ordered,
+            STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](
             dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
-            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=launch.direct, num_warps=4,
+            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

@@ -39,18 +39,6 @@ warpgroup_mma_wait: Any = getattr(hopper, "warpgroup_mma_wait", None)
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
 thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
-if HAVE_GLUON and not hasattr(tma, "async_atomic_add"):  # Triton 3.6 has the operation, without a Python name
-    from triton._C.libtriton import ir
-    from triton.experimental.gluon.language._core import builtin
-
-    @builtin
-    def _reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-    tma_reduce_add: Any = _reduce_add
-else:
-    tma_reduce_add: Any = getattr(tma, "async_atomic_add", None)
 
 
 LOG2E = 1.4426950408889634

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
-from fuselm.kernels.attention.hopper_common import (
-    fence_async_shared,
-    gl,
-    gluon_jit,
-    thread_barrier,
-    tma,
-    tma_reduce_add,
-)
+from fuselm.kernels.attention.hopper_common import gl, gluon_jit, thread_barrier
 from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
@@ -60,7 +53,7 @@ def attention_prepare_kernel(
 def attention_finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
     queries, keys, heads, documents, tiles,
-    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Of one block of queries and one head: dQ in its dtype."""
     program = tl.program_id(0)
@@ -71,14 +64,11 @@ def attention_finish_kernel(
     )
     row = first + tl.arange(0, BLOCK_M)
     col = tl.arange(0, HEAD_DIM)
-    if DIRECT:  # a block of 64 x 64 lies as the consumer's threads held it: see `add_dq`
-        flat = tl.load(dq_sum_ptr + (instance * tiles + tile) * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM))
-        blocks = tl.reshape(flat, [BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
-        blocks = tl.permute(blocks, (0, 3, 6, 4, 1, 2, 5, 7))
-        dq = tl.reshape(blocks, [BLOCK_M, HEAD_DIM])
-    else:
-        padded = (instance * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        dq = tl.load(dq_sum_ptr + padded[:, None] * HEAD_DIM + col[None, :])
+    # A block of 64 x 64 lies as the consumer's threads held it: see `add_dq`.
+    flat = tl.load(dq_sum_ptr + (instance * tiles + tile) * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM))
+    blocks = tl.reshape(flat, [BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
+    blocks = tl.permute(blocks, (0, 3, 6, 4, 1, 2, 5, 7))
+    dq = tl.reshape(blocks, [BLOCK_M, HEAD_DIM])
     dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
     store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
 
@@ -120,25 +110,17 @@ def pass_turn(turns_ptr, row, turn, active, ME: tl.constexpr, HEAD_DIM: tl.const
 
 
 @gluon_jit
-def add_dq(dq_desc, dq_ptr, buffer, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr, DIRECT: tl.constexpr):
+def add_dq(dq_ptr, dq, row, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Adds a consumer's half of a block of dQ, whose first row in the padded array is `row`, to what is there.
 
-    By TMA out of shared memory, or (DIRECT) straight from the registers, four numbers a thread at a time: the 64 x 64
-    numbers then lie in the order (column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2), in which a
-    warp's 32 x 4 are next to each other. Shared memory is what the products of this kernel wait for.
+    Straight from the registers, four numbers a thread at a time: the 64 x 64 numbers then lie in the order (column / 8,
+    warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2), in which a warp's 32 x 4 are next to each other. A TMA
+    would take them through shared memory, which is what the products of this kernel wait for.
     """
-    if DIRECT:
-        pieces = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
-        flat = pieces.permute((3, 0, 2, 4, 1, 5)).reshape([4096])
-        order: tl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        flat = gl.convert_layout(flat, order, assert_trivial=True)
-        pointers = dq_ptr + _piece(row, ME, HEAD_DIM).to(gl.int64) * 4096 + gl.arange(0, 4096, order)
-        gl.atomic_add(pointers, flat, sem="relaxed")
-    else:
-        tma.store_wait(0)  # the block before has left the buffer
-        buffer.store(dq)
-        fence_async_shared()
-        if HEAD_DIM == 128:
-            tma_reduce_add(dq_desc, [row, 64 * ME], buffer)
-        else:
-            tma_reduce_add(dq_desc, [row + 64 * ME, 0], buffer)
+    pieces = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
+    flat = pieces.permute((3, 0, 2, 4, 1, 5)).reshape([4096])
+    order: tl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    flat = gl.convert_layout(flat, order, assert_trivial=True)
+    pointers = dq_ptr + _piece(row, ME, HEAD_DIM).to(gl.int64) * 4096 + gl.arange(0, 4096, order)
+    # All 128 threads, also in a first pass that has only zeros to add: a predicate costs ptxas 900 bytes of spills.
+    gl.atomic_add(pointers, flat, sem="relaxed")

@@ -1,9 +1,10 @@
 """Attention forward on Hopper, in Gluon, after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 
 A producer warp loads tiles by TMA into rings of shared memory; two or three consumer warpgroups of 64 queries each
-multiply. The product Q·Kᵀ of a block is issued before P·V of the one before, so that the softmax of one block runs
-beside a product of the other. P stays in registers as the left operand. One program an SM takes tiles in turn,
-the longest first, and loads the next tile's queries while the last products of this one are still running.
+multiply, and take turns at issuing products, so that one's softmax meets the other's. The product Q·Kᵀ of a block is
+issued before P·V of the one before, so that the softmax of one block runs beside a product of its own consumer, too. P
+stays in registers as the left operand. One program an SM takes tiles in turn, the longest first, and loads the next
+tile's queries while the last products of this one are still running.
 
 Formulas, outputs and units as in portable.py.
 """
@@ -85,12 +86,11 @@ def _produce(
 @gluon_jit
 def _softmax_step(
     s, row_max, row_sum, key, low, high, score_scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, LATE_SUM: tl.constexpr, BLOCK_N: tl.constexpr,
-    scores: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr, scores: tl.constexpr,
 ):  # fmt: skip
     """Masks the scores of block `key` and folds them into the running maximum and sum: (P, maximum, sum, decay).
 
-    With LATE_SUM the sum has a column for each of the four threads that share a row: they add up after the last block.
+    The sum has a column for each of the four threads that share a row: they add up after the last block.
     """
     if MASKED:
         # A thread's columns are 8·i + {0, 1} plus one of 0, 2, 4, 6: with that part on the other side, the columns are
@@ -105,48 +105,36 @@ def _softmax_step(
     offset = gl.where(new_max == float("-inf"), 0.0, new_max) * score_scale
     decay = gl.exp2(row_max * score_scale - offset)
     p = gl.exp2(s * score_scale - offset[:, None])
-    if LATE_SUM:
-        sums = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
-        threads: tl.constexpr = sums.type.layout
-        if not FIRST:
-            sums += row_sum * gl.convert_layout(decay, gl.SliceLayout(1, threads), assert_trivial=True)[:, None]
-    else:
-        sums = row_sum * decay + gl.sum(p, 1)
+    sums = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+    threads: tl.constexpr = sums.type.layout
+    if not FIRST:
+        sums += row_sum * gl.convert_layout(decay, gl.SliceLayout(1, threads), assert_trivial=True)[:, None]
     return p, new_max, sums, decay
 
 
 @gluon_jit
-def _carried(p, dtype: tl.constexpr, CARRY: tl.constexpr):
-    """P as it goes into the next pass of the loop. "wide": in fp32. "narrow": in 16 bits, which are taken apart and put
-    together again on that way (64 of 493 instructions at head_dim 64) but take fewer registers behind the products.
-    "packed": two of them in an int32, which keeps both the registers and the instructions."""
-    if CARRY == "wide":
-        return p
-    elif CARRY == "narrow":
-        return p.to(dtype)
+def _packed(p, dtype: tl.constexpr):
+    """P as it goes into the next pass of the loop: two of them in an int32. In fp32 three consumers have no registers
+    for it; in 16 bits each it would be taken apart and put together again on the way (64 of 493 instructions)."""
+    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
     else:
-        low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
-        if dtype == gl.bfloat16:
-            return gl.inline_asm_elementwise(
-                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-            )
-        else:
-            return gl.inline_asm_elementwise(
-                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-            )
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
 
 
 @gluon_jit
-def _left(p, dtype: tl.constexpr, left: tl.constexpr, CARRY: tl.constexpr):
-    """The left operand of P·V out of what `_carried` gave."""
-    if CARRY == "packed":
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        pairs = gl.join(low, high).to(dtype, bitcast=True)
-        return gl.convert_layout(pairs.reshape([p.shape[0], 2 * p.shape[1]]), left, assert_trivial=True)
-    else:
-        return gl.convert_layout(p.to(dtype), left, assert_trivial=True)
+def _left(p, dtype: tl.constexpr, left: tl.constexpr):
+    """The left operand of P·V out of what `_packed` gave."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    pairs = gl.join(low, high).to(dtype, bitcast=True)
+    return gl.convert_layout(pairs.reshape([p.shape[0], 2 * p.shape[1]]), left, assert_trivial=True)
 
 
 @gluon_jit
@@ -154,39 +142,33 @@ def _step(
     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
     high, score_scale,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PING_PONG: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr, HOLD: tl.constexpr,
-    scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
     before_phase = done // STAGES & 1
     slot = (done + 1) % STAGES
     mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
-    if PING_PONG:
-        mbarrier.wait(turns.index(ME), turn & 1)
+    mbarrier.wait(turns.index(ME), turn & 1)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p_left = _left(p, v_s.dtype, left, CARRY)
+    p_left = _left(p, v_s.dtype, left)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
+    mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, row_max, row_sum, decay = _softmax_step(
-        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, False, LATE_SUM, BLOCK_N, scores
+        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, False, BLOCK_N, scores
     )
     # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
-    # does not move it ahead of a store to shared memory, and this one needs the exponentials, or the maxima, first.
-    if HOLD == "sum":
-        hold.store(row_sum)
-    elif HOLD == "max":
-        hold.store(row_max)
+    # does not move it ahead of a store to shared memory, and this one needs the rows' maxima.
+    hold.store(row_max)
     # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
     # written sooner (Triton up to 3.6 does not see that by itself).
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(v_empty.index(before), count=1)
-    p = _carried(p, v_s.dtype, CARRY)
+    p = _packed(p, v_s.dtype)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
     return acc, p, row_max, row_sum, done + 1, turn + 1
 
@@ -195,8 +177,7 @@ def _step(
 def _consume(
     buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr,
-    CARRY: tl.constexpr, LATE_SUM: tl.constexpr, HOLD: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, o_s, hold_s = buffers
@@ -228,7 +209,7 @@ def _consume(
         if WINDOW:
             low = row + (others - rows - window)
         row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-        row_sum = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+        row_sum = 0.0
         acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
         last = block_begin + count - 1
         slot = done % STAGES
@@ -239,43 +220,37 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         p, row_max, row_sum, _decay = _softmax_step(
-            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, True, LATE_SUM, BLOCK_N, scores
+            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, True, BLOCK_N, scores
         )
-        p = _carried(p, dtype, CARRY)
+        p = _packed(p, dtype)
         full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
-                    left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                 turn, last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
-                    left,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, PING_PONG, CARRY, LATE_SUM, HOLD, scores, output,
-                    left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
         mbarrier.wait(v_full.index(slot), done // STAGES & 1)
         done += 1
-        p_left = _left(p, dtype, left, CARRY)
+        p_left = _left(p, dtype, left)
         acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
-        if LATE_SUM:
-            total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
-        else:
-            total = row_sum
+        total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
         lse2 = gl.where(seen, row_max * score_scale + gl.log2(total), float("-inf"))
@@ -295,9 +270,7 @@ def _hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PING_PONG: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
-    CONSUMER_REGISTERS: tl.constexpr, CARRY: tl.constexpr, LATE_SUM: tl.constexpr,
-    HOLD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
@@ -310,12 +283,8 @@ def _hopper_forward_kernel(
     k_empty = barrier_ring(STAGES, CONSUMERS)
     v_full = barrier_ring(STAGES, 1)
     v_empty = barrier_ring(STAGES, CONSUMERS)
-    if PING_PONG:
-        mbarrier.arrive(turns.index(0), count=1)
-    if HOLD == "sum" and LATE_SUM:
-        hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    else:
-        hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.arrive(turns.index(0), count=1)
+    hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     buffers = (q_s, k_s, v_s, o_s, hold_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     problem = (queries, keys, heads, instances, section, tiles, window)
@@ -324,11 +293,9 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM, HOLD)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM, HOLD)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -339,14 +306,11 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM, HOLD)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM, HOLD)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
-                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, PING_PONG, CARRY,
-                            LATE_SUM, HOLD)),
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -384,7 +348,7 @@ def hopper_forward(
         table, tiles = tile_table(cu_seqlens_q, cu_seqlens_k, queries, keys, launch.block_m)
         positions = batch * heads * tiles
         # Documents make tiles of any length: there the hardware hands them out, as programs end.
-        programs = min(positions, profile.num_sms) if launch.persistent and not packed else positions
+        programs = positions if packed else min(positions, profile.num_sms)
         _hopper_forward_kernel[(programs,)](
             rows_descriptor(q, 64, packed),
             rows_descriptor(k, launch.block_n, packed),
@@ -408,12 +372,8 @@ def hopper_forward(
             BLOCK_N=launch.block_n,
             HEAD_DIM=head_dim,
             STAGES=launch.stages,
-            PING_PONG=launch.ping_pong,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
-            CARRY=launch.carry,
-            LATE_SUM=launch.late_sum,
-            HOLD=launch.hold,
             num_warps=4,
             maxnreg=launch.max_registers,
         )

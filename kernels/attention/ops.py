@@ -11,23 +11,14 @@ from typing import Any
 
 import torch
 
-from fuselm.kernels.attention.dispatch import KERNELS, Direction, explain_kernel
+from fuselm.kernels.attention.dispatch import KERNELS, explain_kernel
 
 
-def _choose(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, deterministic: bool, direction: Direction
-) -> Any:
+def _choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float) -> tuple[Any, Any]:
     choice = explain_kernel(
-        q.device,
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        backend="triton",
-        softcap=softcap,
-        direction=direction,
-        deterministic=deterministic,
-        tensors=(q, k, v),
+        q.device, dtype=q.dtype, head_dim=q.shape[-1], backend="triton", softcap=softcap, tensors=(q, k, v)
     )
-    return KERNELS[choice.name][0 if direction == "forward" else 1]
+    return KERNELS[choice.name]
 
 
 @torch.library.custom_op("fuselm::attention_forward", mutates_args=())
@@ -43,7 +34,7 @@ def attention_forward(
     softcap: float,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    forward = _choose(q, k, v, softcap, deterministic, "forward")
+    forward, _ = _choose(q, k, v, softcap)
     return forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
 
 
@@ -64,7 +55,7 @@ def attention_backward(
     softcap: float,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    backward = _choose(q, k, v, softcap, deterministic, "backward")
+    _, backward = _choose(q, k, v, softcap)
     borders = cu_seqlens_q, cu_seqlens_k
     return backward(dout, dlse2, q, k, v, out, lse2, *borders, causal, scale, window, softcap, deterministic)
 

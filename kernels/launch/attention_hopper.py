@@ -7,14 +7,11 @@ counted as a whole warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
-Carry = Literal["wide", "narrow", "packed"]
-Hold = Literal["none", "max", "sum"]
-Schedule = Literal["deferred", "beside", "lagged"]
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -25,26 +22,13 @@ class HopperForwardLaunch:
         consumers: warpgroups that multiply, of 64 queries each; 2 or 3.
         block_n: keys a block.
         stages: key and value blocks in flight.
-        ping_pong: whether the consumers take turns at issuing products, so that one's softmax meets the other's.
-        persistent: one program an SM takes tiles in turn; otherwise one program a tile.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
-        carry: how probabilities go from one pass of the loop to the next: "wide", in fp32, for which three consumers
-            have no registers; "narrow", in 16 bits; or "packed", two of these in an int32.
-        late_sum: whether the threads that share a row add their sums up once a tile, not once a block.
-        hold: what of a block's softmax has to be done before the wait for P·V of the block before: its row maxima
-            ("max"), all of it ("sum", for which three consumers have no registers), or what ptxas thinks fit ("none":
-            next to nothing).
     """
 
     consumers: int
     block_n: int
     stages: int
-    ping_pong: bool
-    persistent: bool
     section_bytes: int
-    carry: Carry
-    late_sum: bool = False
-    hold: Hold = "none"
 
     @property
     def block_m(self) -> int:
@@ -75,32 +59,17 @@ class HopperBackwardLaunch:
         block_m: queries a block.
         stages: query blocks in flight.
         section_bytes: queries and output gradients of the heads that are worked on together.
-        schedule: when a block's dQ is computed and leaves the registers. "deferred": computed last, leaves beside the
-            first product of the next block. "beside": computed before dK and leaves beside it. "lagged": as "beside",
-            but one block later, so that the two consumers, which need each other's dS for it, need not keep step.
-        direct: whether dQ is added to device memory from the registers, not by TMA through shared memory.
-        turns: whether the consumers take turns at issuing products, so that one's exponentials meet the other's
-            products. Only for "lagged": with the others, where each waits for the other's dS, they would wait forever.
+        lagged: whether dQ of a block is computed one block later, so that the two consumers, which need each other's dS
+            for it, need not keep step.
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
-            run. Not for "deferred"; needs `direct`, as a TMA does not say when its addition is done.
+            run.
     """
 
     block_m: int
     stages: int
     section_bytes: int
-    schedule: Schedule = "deferred"
-    direct: bool = False
-    turns: bool = False
+    lagged: bool = True
     ordered: bool = False
-
-    def __post_init__(self) -> None:
-        if self.turns and self.schedule != "lagged":
-            raise ValueError(f"turns=True with schedule={self.schedule!r}: expected schedule='lagged'")
-        if self.ordered and (self.schedule == "deferred" or not self.direct):
-            raise ValueError(
-                f"ordered=True with schedule={self.schedule!r} and direct={self.direct}: "
-                "expected 'lagged' or 'beside', and direct=True"
-            )
 
     @property
     def block_n(self) -> int:
@@ -111,13 +80,16 @@ class HopperBackwardLaunch:
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
     """Tiles of the forward kernel for sequences of `keys` keys.
 
-    Measured on an H200, causal bf16, milliseconds. Turns: 0.918 against 0.974 at head_dim 128 (4 x 4096). Sections of
-    32 MiB: 0.918, of 16: 0.969. At head_dim 64 two consumers take 0.179 at 1024 keys and 1.283 at 16384, three 0.203
-    and 1.147: tiles of 192 read keys less often, and waste more of a short row. At 4096 keys they are alike.
+    Measured on an H200, causal bf16, milliseconds. At head_dim 64 and 16384 keys three consumers take 1.004 and two
+    1.104, at 4096 0.588 and 0.603, at 1024 more than two: tiles of 192 read keys less often, and waste more of a short
+    row. Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and
+    0.799.
     """
-    if head_dim == 64 and keys > 2048:
-        return HopperForwardLaunch(3, 128, 2, True, True, 32 * 2**20, "narrow")
-    return HopperForwardLaunch(2, 128, 3 if head_dim == 64 else 2, True, True, 32 * 2**20, "wide")
+    if head_dim == 64:
+        consumers, stages, section = (3, 2, 32) if keys > 2048 else (2, 3, 24)
+    else:
+        consumers, stages, section = 2, 2, 20
+    return HopperForwardLaunch(consumers, 128, stages, section * MIB)
 
 
 def hopper_backward_launch(
@@ -125,15 +97,14 @@ def hopper_backward_launch(
 ) -> HopperBackwardLaunch:
     """Tiles of the main backward kernel for sequences of `keys` keys; ordered if `deterministic`.
 
-    Measured on an H200, causal bf16, milliseconds: at head_dim 128 (4 x 4096) 2.762 with sections of 32 MiB and 3.012
-    with 16; at head_dim 64 (32 x 1024) 0.538 with 32 and 0.502 with 16.
+    Measured on an H200, causal bf16, milliseconds. Lagged: 2.431 at head_dim 128 (4 x 4096) and 1.464 at 64, else 2.787
+    and 1.723. Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977; but 0.539 and 0.489 at head_dim 64
+    with 1024 keys, where many heads share a section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
     """
+    block_m = 128 if head_dim == 64 else 64
     if deterministic:
-        block_m, schedule = (128, "beside") if head_dim == 64 else (64, "lagged")  # "lagged" spills at 64
-        return HopperBackwardLaunch(block_m, 2, 0, schedule, True, False, True)
-    if head_dim == 64:
-        return HopperBackwardLaunch(128, 2, 16 * 2**20)
-    return HopperBackwardLaunch(64, 2, 32 * 2**20)
+        return HopperBackwardLaunch(block_m, 2, 0, lagged=head_dim == 128, ordered=True)
+    return HopperBackwardLaunch(block_m, 2, (16 if keys <= 2048 else 32) * MIB)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:

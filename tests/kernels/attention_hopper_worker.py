@@ -89,29 +89,17 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (1025, 1025), "window": 400},
         {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
     ]
-    launches = [  # for the backward kernel: all masks with the likeliest, causal ones with the others
-        {"launch": dict(zip(("schedule", "direct", "turns"), choice, strict=True)), **shape}
-        for choice, count in (
-            (("lagged", True, False), 5),
-            (("lagged", True, True), 5),
-            (("beside", True, False), 5),
-            (("deferred", True, False), 3),
-            (("beside", False, False), 3),
-            (("lagged", False, False), 3),
-            (("lagged", False, True), 3),
+    launches = [{"launch": {"lagged": False}, **shape} for shape in shapes]  # for the backward kernel
+    forward_launches = [  # the other number of consumers, also with more tiles than programs
+        {"lengths": pair, "launch": {"consumers": consumers, "stages": stages}, **option}
+        for consumers, stages in ((2, 2), (3, 2))
+        if head_dim == 64 or consumers == 2
+        for pair, option in (
+            ((300, 300), {}),
+            ((1025, 1025), {"window": 400}),
+            ((2100, 2100), {"dtype": "float16"}),
+            ((2100, 2100), {"batch": 5}),
         )
-        for shape in shapes[:count]
-    ]
-    forward_launches = [  # what benchmarks/tune.py may choose for the forward kernel
-        {"lengths": pair, "launch": {"carry": carry, "late_sum": late_sum, "hold": hold}, **option}
-        for carry, late_sum, hold, options in (
-            ("packed", True, "max", ({}, {"window": 400}, {"dtype": "float16"})),
-            ("packed", True, "sum", ({}, {"window": 400})),
-            ("packed", False, "sum", ({},)),
-            ("wide" if head_dim == 128 else "narrow", True, "none", ({},)),
-        )
-        for pair in ((64, 64), (300, 300), (1025, 1025), (2100, 2100))
-        for option in options
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
         {"deterministic": True, "runs": runs, **shape}
@@ -127,7 +115,7 @@ def cases(head_dim: int) -> list[dict]:
                 {"lengths": (530, 300), "documents_q": (0, 0, 17, 18, 18, 530), "documents_k": (0, 5, 5, 40, 41, 300)},
             ),
             (10, {"lengths": (2100, 2100), "heads": (4, 1), "batch": 10}),
-            (2, {"lengths": (1025, 1025), "launch": {"schedule": "beside"}}),
+            (2, {"lengths": (1025, 1025), "launch": {"lagged": head_dim == 64}}),
         )
     ]
     listed = (
@@ -252,7 +240,7 @@ def run_case(case: dict, backward: bool) -> list[str]:
     runs, deterministic = case.get("runs", 2), case.get("deterministic", False)
     wanted = {"backend": "triton", "deterministic": deterministic}
     with (
-        prefer_hopper(deterministic=deterministic),
+        prefer_hopper(),
         replaced_launches(**case.get("launch", {})),
         poisoned_memory(),
         counted_calls() as counts,
@@ -296,7 +284,7 @@ def main() -> None:
         if not all(key in case for key in keys):
             continue
         launch = case.get("launch", {})
-        if ("schedule" in launch or "deterministic" in case) if group == "forward" else "carry" in launch:
+        if ("lagged" in launch or "deterministic" in case) if group == "forward" else "consumers" in launch:
             continue  # nothing of it is in these kernels
         print(json.dumps({"start": case}), flush=True)
         try:

@@ -19,7 +19,7 @@ from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
 from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
-from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, heads_a_section
+from fuselm.kernels.launch.attention_hopper import heads_a_section
 
 positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
     common.python_function,
@@ -118,13 +118,6 @@ def test_sections_are_whole_groups_that_fit():
     assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
 
 
-def test_launches_that_would_wait_forever_are_refused():
-    with pytest.raises(ValueError, match="schedule='beside': expected schedule='lagged'"):
-        HopperBackwardLaunch(64, 2, 0, "beside", True, True)
-    with pytest.raises(ValueError, match="expected 'lagged' or 'beside', and direct=True"):
-        HopperBackwardLaunch(64, 2, 0, "lagged", False, False, True)
-
-
 def test_tile_table(device):
     """Every row of every document, and of what lies behind the last, is in one tile, at its place."""
     borders_q, borders_k = (0, 5, 5, 40, 100, 300), (0, 7, 9, 9, 200, 230)
@@ -162,7 +155,7 @@ def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     dq = torch.empty(1, queries, heads, head_dim, device=device)
     attention_finish_kernel[(2 * heads,)](
         added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2,
-        PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, DIRECT=True, num_warps=4,
+        PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
     )  # fmt: skip
     assert torch.equal(dq, exact[:, :queries])
 
@@ -172,9 +165,6 @@ def test_why_not_hopper(device):
         assert "switched off" in explain_kernel(device).reason
     reason = explain_kernel(device).reason
     assert "interpreter" in reason or device.type == "cuda"
-    if device.type == "cuda" and explain_kernel(device).name == "hopper":
-        with prefer_hopper(deterministic=True):
-            assert explain_kernel(device, direction="backward", deterministic=True).name == "hopper"
     assert common.tma_refusal("q", torch.zeros(1, 8, 4, 64)) is None
     odd = torch.zeros(2, 8, 4, 66, dtype=torch.bfloat16)
     assert "multiples of 16 bytes" in str(common.tma_refusal("k", odd[..., :64]))
@@ -223,33 +213,34 @@ def test_compiles_for_hopper():
 
 
 def test_choices_compile():
-    """The likeliest of what benchmarks/tune.py tries on a card compile without serialised products, and spill no more
-    than the choice made: a launch function may give any of them."""
+    """What benchmarks/tune.py tries on a card compiles without serialised products, and spills little: a launch
+    function may give any of it. Their sections are not compiled in."""
     report = compile_in_a_process("""
         import json, sys
         import torch
         from fuselm.kernels.aot import compile_only
         from fuselm.kernels.attention import hopper_backward, hopper_forward
         sys.path.insert(0, "benchmarks")
-        from tuning.attention import backward_candidates, forward_candidates, ordered_candidates
+        from tuning.attention import forward_candidates, ordered_candidates
         report = []
         for head_dim in (64, 128):
             q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
             kv, lse2 = q[:, :, :2], torch.empty((2, 4, 300))
-            for launch in backward_candidates(head_dim)[:3] + ordered_candidates(head_dim)[:1]:
+            for launch in ordered_candidates(head_dim):
                 hopper_backward.hopper_backward_launch = lambda *_: launch
                 with compile_only(90) as compiled:
                     hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
                 report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
-            launch = forward_candidates(4096, head_dim)[0]
-            hopper_forward.hopper_forward_launch = lambda *_: launch
-            with compile_only(90) as compiled:
-                hopper_forward.hopper_forward(q, kv, kv, None, None, True, 0.1, 0, 0.0)
-            report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
+            for length in (1024, 4096):
+                launch = forward_candidates(length, head_dim)[0]
+                hopper_forward.hopper_forward_launch = lambda *_: launch
+                with compile_only(90) as compiled:
+                    hopper_forward.hopper_forward(q, kv, kv, None, None, True, 0.1, 0, 0.0)
+                report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
         print(json.dumps(report))
     """)
     kernels = [row for row in report if "hopper" in row[0]]
-    assert len(kernels) == 10
+    assert len(kernels) == 12
     for name, launch, spills, warnings, shared in kernels:
         limit = 320 if "backward" in name else 0
         assert not warnings and shared <= 227 * 1024 and spills <= limit, (launch, spills, warnings, shared)
