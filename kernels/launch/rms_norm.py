@@ -196,23 +196,25 @@ def backward_launch(
         residual: a gradient of the residual's sum, dh, is read too.
         dense: row r begins r * n elements behind a 16-byte border, in dy, x and dh.
     """
+    aligned = n * itemsize % _VECTOR_BYTES == 0
     if n > _BACKWARD_WIDTH:
+        if not aligned:
+            # Narrow loads, each with an address of its own: with more of them a thread registers spill.
+            return RmsNormLaunch(2, 2048, 0, 16, profile.num_sms)
         if n > 4 * _BACKWARD_WIDTH:
             # 1024 x 65536: 0.222 with short chunks of four rows, which read each chunk of the weight once; 0.254 with
             # 8192 columns of two rows, 0.407 with one row.
             return RmsNormLaunch(4, 4096 // itemsize, 0, 8, profile.num_sms * 2)
         fitting = _CACHE_BYTES // (profile.num_sms * 2 * n * itemsize)
         block_rows = 1 << min(max(fitting, 1).bit_length() - 1, 2)
-        # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096. 32 elements a thread at most, 16 where
-        # rows start anywhere and loads are narrow: more would spill.
-        held = 16384 if n * itemsize % _VECTOR_BYTES == 0 else 8192
-        return RmsNormLaunch(block_rows, min(16384 // itemsize, held // block_rows), 0, 16, profile.num_sms)
+        # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096. 64 bytes of x a thread: 128 spill.
+        columns = min(16384, 32768 // block_rows) // itemsize
+        return RmsNormLaunch(block_rows, columns, 0, 16, profile.num_sms)
     tensors = 3 if residual else 2
     whole, few = _power_of_two(n), _power_of_two(rows)
     if few * whole <= _ONE_PROGRAM:
         # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
         return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
-    aligned = n * itemsize % _VECTOR_BYTES == 0
     if not aligned and dense and n >= _WINDOW_WIDTH:
         # 16384 x 4097: 0.126 with two programs an SM (128 registers), 0.168 with one of twice the threads, 0.154 with
         # one row ahead instead of two. With dh 0.161 and 0.223.
