@@ -15,8 +15,9 @@ read out of bounds.
 from memory once, a second time from L2, and written once. Bytes that must move for R rows of element size s: 2·R·V·s
 forward and backward together. The backward pass looks at the upstream gradient on the device: if it is 1 the buffer
 stands, otherwise it is computed anew from the logits (never scaled: one rounding, and no fp16 underflow under a loss
-scale). The buffer is handed out once; a second backward pass (retain_graph) computes its own. "none", fp16,
-`inplace=True` and torch.compile compute the gradient in the backward pass only: R·V·s forward, 2·R·V·s backward.
+scale). The buffer is handed out once; a second backward pass (retain_graph) computes its own. "none", fp16 and
+`inplace=True` compute the gradient in the backward pass only: R·V·s forward, 2·R·V·s backward. torch.compile:
+cross_entropy_inductor.py.
 
 Saved: logits, targets, lse in two fp32 parts (their sum keeps p exact where lse is large), the gradient buffer.
 """
@@ -29,6 +30,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
+from fuselm.kernels.cross_entropy_inductor import install_lowering, is_traced, taken
 from fuselm.kernels.cross_entropy_launchers import Options, launch_backward, launch_forward
 from fuselm.kernels.direct import may_skip_dispatcher
 from fuselm.kernels.loss_scaling import launch_row_weight, launch_weighted_sum
@@ -215,6 +217,49 @@ def _(*_args: Any) -> None:
     return None
 
 
+@torch.library.custom_op("fuselm::cross_entropy_backward_of_saved", mutates_args=())
+def _cross_entropy_backward_of_saved(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    lse_low: torch.Tensor,
+    weight: torch.Tensor,
+    grad_loss: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> torch.Tensor:
+    """As cross_entropy_backward_unless_one, for graphs that know no mutation; see cross_entropy_inductor.py."""
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    result = gradient.clone()
+    launch_backward(result, logits, targets, lse, lse_low, weight, grad_loss, None, options, keep_if_one=True)
+    return result
+
+
+def _cross_entropy_backward_take(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    # The result may be `gradient`, which a custom_op may not return: this operator stands in Inductor's code alone.
+    logits, targets, lse, lse_low, weight, grad_loss = arguments[:6]
+    result = taken(gradient)
+    launch_backward(result, logits, targets, lse, lse_low, weight, grad_loss, None, arguments[6:], keep_if_one=True)
+    return result
+
+
+_library = torch.library.Library("fuselm", "FRAGMENT")
+_schema = str(torch.ops.fuselm.cross_entropy_backward_of_saved.default._schema)
+_library.define("cross_entropy_backward_take" + _schema[_schema.index("(") :])
+_library.impl("cross_entropy_backward_take", _cross_entropy_backward_take, "CompositeExplicitAutograd")
+
+
+@_cross_entropy_backward_of_saved.register_fake
+@torch.library.register_fake("fuselm::cross_entropy_backward_take", lib=_library)
+def _(gradient: torch.Tensor, *_args: Any) -> torch.Tensor:
+    ops = torch.ops.fuselm
+    install_lowering(ops.cross_entropy_backward_of_saved.default, ops.cross_entropy_backward_take.default)
+    return torch.empty_like(gradient)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     logits, targets, *options, _reduction, _want_lse, want_gradient, inplace = inputs
     _, lse, lse_low, weight, gradient = output
@@ -248,6 +293,8 @@ def _backward(ctx: Any, grad_loss: torch.Tensor | None, grad_lse: torch.Tensor |
     gradient, ctx.gradient = ctx.gradient, None
     if direct:
         launch_backward(gradient, *saved, grad_loss, None, ctx.options, keep_if_one=True)
+    elif is_traced(gradient):
+        return torch.ops.fuselm.cross_entropy_backward_of_saved(gradient, *saved, grad_loss, *ctx.options), *nothing
     else:
         torch.ops.fuselm.cross_entropy_backward_unless_one(gradient, *saved, grad_loss, *ctx.options)
     return gradient, *nothing
@@ -395,8 +442,7 @@ def cross_entropy(
                 "inplace=True needs logits with a contiguous last dimension and no overlap: logits has shape "
                 f"{tuple(logits.shape)}, strides {logits.stride()}; call logits.contiguous() or leave inplace=False"
             )
-    # Compiled, the buffer that a backward pass may rewrite would be copied first, which costs what fusing saves.
-    fused = needs_gradient and not (inplace or compiling or reduction == "none" or logits.dtype == torch.float16)
+    fused = needs_gradient and not (inplace or reduction == "none" or logits.dtype == torch.float16)
     flat = targets.reshape(-1).contiguous()
     options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     if not may_skip_dispatcher(logits, targets):

@@ -349,6 +349,8 @@ def test_opcheck(device, generator):
     torch.library.opcheck(ops.cross_entropy_backward, (*saved, per_row, None, *numbers))
     torch.library.opcheck(ops.cross_entropy_backward_inplace, (*saved, two, None, *numbers))
     torch.library.opcheck(ops.cross_entropy_backward_unless_one, (gradient, *saved, two, *numbers))
+    for upstream in (two, torch.ones((), device=device)):
+        torch.library.opcheck(ops.cross_entropy_backward_of_saved, (gradient, *saved, upstream, *numbers))
 
 
 def test_integer_types_and_autocast(device, generator):
