@@ -30,6 +30,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fuselm.kernels._triton import Backend, compute_dtype, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.cross_entropy_inductor import install_lowering, is_traced, taken
 from fuselm.kernels.cross_entropy_launchers import Options, launch_backward, launch_forward
 from fuselm.kernels.direct import may_skip_dispatcher
@@ -343,6 +344,7 @@ def check_options(
     Raises:
         ValueError, TypeError: names the argument, its value and what is allowed.
     """
+    check_tensors({"targets": targets})
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets has dtype {targets.dtype}: expected int64 or int32 class indices")
     if targets.shape != shape:
@@ -408,6 +410,7 @@ def cross_entropy(
         ValueError, TypeError: an argument does not fit; the message names it.
         RuntimeError: backend="triton" where Triton cannot run.
     """
+    check_tensors({"logits": logits, "targets": targets})
     if not logits.is_floating_point():
         raise TypeError(f"logits has dtype {logits.dtype}: expected a floating-point tensor")
     if logits.dim() == 0 or logits.shape[-1] == 0:

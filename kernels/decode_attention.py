@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fuselm.kernels._triton import INTERPRET, Backend, compute_dtype, device_profile, jit, select_backend, tl
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.attention.tiles import load_tile, store_tile
 from fuselm.kernels.launch.decode_attention import decode_launch
 
@@ -200,6 +201,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None) -> None:
+    check_tensors({"q": q, "k": k, "v": v, "lengths": lengths})
     for name, x, dims, form in (
         ("q", q, 3, "(batch, heads, head_dim)"),
         ("k", k, 4, "(batch, keys, kv_heads, head_dim)"),

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy import (
     KERNEL_DTYPES,
@@ -325,6 +326,7 @@ def check_linear_inputs(
     vocab_size: int | None = None,
 ) -> torch.dtype:
     """Validates the linear layer's part; the dtype to multiply in."""
+    check_tensors({"x": x, "weight": weight})
     for name, tensor in (("x", x), ("weight", weight)):
         if not tensor.is_floating_point():
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating-point tensor")

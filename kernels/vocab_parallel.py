@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.cross_entropy import (
     KERNEL_DTYPES,
     Reduction,
@@ -256,6 +257,7 @@ def vocab_parallel_cross_entropy(
         ValueError, TypeError: an argument does not fit; the message names it.
         RuntimeError: backend="triton" where Triton cannot run.
     """
+    check_tensors({"logits": logits, "targets": targets})
     if not logits.is_floating_point():
         raise TypeError(f"logits has dtype {logits.dtype}: expected a floating-point tensor")
     if logits.dim() == 0 or logits.shape[-1] == 0:

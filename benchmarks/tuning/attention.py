@@ -82,10 +82,13 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Sections, dQ of a block in the next one's pass or not."""
+    """Persistent at head_dim 64; sections, dQ of a block in the next one's pass or not."""
     block_m = 128 if head_dim == 64 else 64
     choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
-    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices)
+    persistent = (16, 32, 24) if head_dim == 64 else ()
+    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, persistent=True) for section in persistent) + tuple(
+        HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices
+    )
 
 
 def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from fuselm.kernels._triton import Backend
+from fuselm.kernels.arguments import check_tensors
 from fuselm.kernels.attention import ops
 from fuselm.kernels.attention.dispatch import KernelChoice, explain_kernel, prefer_hopper, runs_reference
 from fuselm.kernels.attention.reference import attention_reference
@@ -18,6 +19,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+    check_tensors({"q": q, "k": k, "v": v})
     form = "(tokens, heads, head_dim) with cu_seqlens" if packed else "(batch, seq, heads, head_dim) without cu_seqlens"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_floating_point():
