@@ -104,8 +104,8 @@ class ParallelConfig:
     """fsdp: FSDP2. none: one rank holds the whole model, with a copy in param_dtype. auto: fsdp on several ranks."""
 
     cuda_graph: bool = True
-    """On one GPU without sharding, launch a step's forward and backward pass as one CUDA graph. Steps of several
-    micro-batches, or with a document mask, whose shapes change, run without."""
+    """On one GPU without sharding, launch each micro-batch's forward and backward pass as one CUDA graph. Steps with a
+    document mask, whose shapes change, run without."""
 
     reshard_after_forward: bool = True
     """Free each block's gathered parameters between its forward and backward pass: less memory, one more all-gather."""

@@ -37,10 +37,6 @@ from fuselm.train.recovery import describe_skipped, diagnose, roll_back
 from fuselm.train.resume import find_checkpoint, go_on_with_batch, job_id
 from fuselm.train.run_folder import RunFolder, temporary_folder
 
-_SAVES_MEMORY = (
-    "halve training.micro_batch_size (the global batch can stay), or set parallel.activation_checkpointing to full"
-)
-
 _RECORDED = 5  # numbers in Guard.record
 
 

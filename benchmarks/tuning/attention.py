@@ -82,13 +82,10 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Persistent at head_dim 64; sections, dQ of a block in the next one's pass or not."""
+    """Sections, dQ of a block in the next one's pass or not."""
     block_m = 128 if head_dim == 64 else 64
     choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
-    persistent = (16, 32, 24) if head_dim == 64 else ()
-    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, persistent=True) for section in persistent) + tuple(
-        HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices
-    )
+    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices)
 
 
 def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

@@ -11,7 +11,7 @@ import torch
 from tuning.base import Target
 
 from fuselm.kernels.cross_entropy import cross_entropy
-from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch, RingLaunch
+from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
@@ -80,23 +80,4 @@ TARGETS += [
         bytes_moved=2 * rows * vocab * 2,
     )
     for rows, vocab, candidates in FEW_ROWS
-]
-
-# Rows in shared memory (Hopper): lines of 64 logits a chunk, chunks that shared memory holds, warps, programs an SM. A
-# chunk of 128 lines is 16 KB; 7 of them twice, 13 once, 9 of half the size three times fit in an SM's 227 KB.
-RINGS = {
-    128256: ((128, 13, 16), (128, 7, 16, 2), (256, 6, 16), (64, 13, 8, 2)),
-    50304: ((128, 7, 16, 2), (128, 13, 16), (64, 13, 8, 2), (64, 13, 16, 2)),
-    32000: ((128, 7, 16, 2), (64, 13, 8, 2), (64, 9, 8, 3), (128, 13, 16)),
-}
-RING_ATTRIBUTE = "fuselm.kernels.cross_entropy_launchers.ring_launch"
-TARGETS += [
-    Target(
-        name=f"cross_entropy ring, forward+backward {rows}x{vocab} bf16",
-        attribute=RING_ATTRIBUTE,
-        candidates=tuple(RingLaunch(*values) for values in RINGS[vocab]),
-        make=partial(_make, rows, vocab, "sum"),
-        bytes_moved=2 * rows * vocab * 2,
-    )
-    for rows, vocab in SHAPES[:3]
 ]

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from tuning.base import Target
-from tuning.cross_entropy import RING_ATTRIBUTE, RINGS
 
 from fuselm.kernels import linear_cross_entropy as module
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import launch_forward
-from fuselm.kernels.launch.cross_entropy import RingLaunch
 from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan
 from fuselm.kernels.loss_scaling import launch_multiply
 
@@ -112,15 +110,5 @@ TARGETS: list[Target] = [
         )
         for _, dim, vocab in SHAPES
         for part in PARTS
-    ),
-    *(
-        Target(
-            name=f"linear_cross_entropy ring: loss {CHUNK}x{dim}x{vocab} bf16",
-            attribute=RING_ATTRIBUTE,
-            candidates=tuple(RingLaunch(*values) for values in RINGS[vocab]),
-            make=partial(_part, "loss", dim, vocab),
-            bytes_moved=_part_bytes("loss", vocab, dim),
-        )
-        for _, dim, vocab in SHAPES[1:3]
     ),
 ]

@@ -5,8 +5,7 @@ warpgroups with 64 of them each, and goes through the queries of all heads that 
     Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that Pᵀ and dSᵀ are left operands in registers: dV += Pᵀ·dO, dK += dSᵀ·Q;
     dS also goes to shared memory, where both consumers read all of it: each computes one half of dQ = dS·K, which is
     added to an fp32 buffer in device memory. In a lagged launch this is dQ of the block before: the consumers, which
-    need each other's dS for it, need not keep step then. A persistent launch loads the next tile's keys, values and
-    first queries while dK and dV of this one are on their way out.
+    need each other's dS for it, need not keep step then.
 These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
 come tile by tile (`wait_for_turn`), and the bits are the same in every run.
 
@@ -30,8 +29,6 @@ from fuselm.kernels.attention.hopper_common import (
     matrix,
     mbarrier,
     place_of,
-    position_at,
-    positions_of,
     query_blocks,
     ring,
     rows_descriptor,
@@ -57,7 +54,7 @@ from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backw
 @gluon_jit
 def _locate_keys(position, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                  BLOCK_M: tl.constexpr):  # fmt: skip
-    """What is to be done at a place; both partitions compute it."""
+    """What a program works on; both partitions compute it."""
     queries, keys, _kv_heads, _group, instances, section, tiles, _query_tiles, window = problem
     tile, instance = tile_and_head(position, instances, section, tiles)
     # The first keys meet the most queries: they go first.
@@ -69,63 +66,42 @@ def _locate_keys(position, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.
 
 
 @gluon_jit
-def _steps(position, problem, PERSISTENT: tl.constexpr):
-    """How many tiles a program takes: one, or in a persistent launch its share."""
-    if PERSISTENT:
-        _queries, _keys, _kv_heads, _group, instances, _section, tiles, _query_tiles, _window = problem
-        return positions_of(position, gl.num_programs(0), instances * tiles)
-    else:
-        return 1
-
-
-@gluon_jit
-def _place(position, step, PERSISTENT: tl.constexpr):
-    """The place of a program's tile number `step`."""
-    if PERSISTENT:
-        return position_at(position, gl.num_programs(0), step)
-    else:
-        return position
-
-
-@gluon_jit
 def _produce(
     position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    ORDERED: tl.constexpr, PERSISTENT: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s = buffers
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, _ds_full, _idle = barriers
+    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, _window = problem
-    done = position * 0
-    for step in range(_steps(position, problem, PERSISTENT)):
-        instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
-            _locate_keys(_place(position, step, PERSISTENT), table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
-        )
-        batch = instance // kv_heads
-        kv_head = instance % kv_heads
-        mbarrier.wait(kv_empty.index(0), step & 1 ^ 1)
-        for c in gl.static_range(2):
-            mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_rows(k_desc, batch, begin, rows, first + 64 * c, kv_head, kv_full.index(c), k_s.index(c), PACKED)
-            load_rows(v_desc, batch, begin, rows, first + 64 * c, kv_head, kv_full.index(c), v_s.index(c), PACKED)
-        statistics = other_begin // BLOCK_M + document + block_begin  # block in the padded arrays
-        for member in range(group):
-            head = kv_head * group + member
-            padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
-            for block in range(count):
-                place = count - 1 - block if ORDERED else block
-                row = (block_begin + place) * BLOCK_M
-                slot = done % STAGES
-                phase = done // STAGES & 1
-                mbarrier.wait(q_empty.index(slot), phase ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
-                tma_load(lse2_desc, [padded + place * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
-                tma_load(delta_desc, [padded + place * BLOCK_M], q_full.index(slot), delta_s.index(slot))
-                load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
-                mbarrier.wait(do_empty.index(slot), phase ^ 1)
-                mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-                load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
-                done += 1
+    instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
+        _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
+    )
+    batch = instance // kv_heads
+    kv_head = instance % kv_heads
+    for c in gl.static_range(2):
+        mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        load_rows(k_desc, batch, begin, rows, first + 64 * c, kv_head, kv_full.index(c), k_s.index(c), PACKED)
+        load_rows(v_desc, batch, begin, rows, first + 64 * c, kv_head, kv_full.index(c), v_s.index(c), PACKED)
+    statistics = other_begin // BLOCK_M + document + block_begin  # block in the padded arrays
+    done = count * 0
+    for member in range(group):
+        head = kv_head * group + member
+        padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
+        for block in range(count):
+            step = count - 1 - block if ORDERED else block
+            row = (block_begin + step) * BLOCK_M
+            slot = done % STAGES
+            phase = done // STAGES & 1
+            mbarrier.wait(q_empty.index(slot), phase ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
+            tma_load(lse2_desc, [padded + step * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
+            tma_load(delta_desc, [padded + step * BLOCK_M], q_full.index(slot), delta_s.index(slot))
+            load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
+            mbarrier.wait(do_empty.index(slot), phase ^ 1)
+            mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+            load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
+            done += 1
 
 
 @gluon_jit
@@ -151,185 +127,162 @@ def _consume(
     position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s = buffers
     dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = dk_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     gradient: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     half: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, gradient, 2)
+    instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count = (
+        _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
+    )
+    batch = instance // kv_heads
+    kv_head = instance % kv_heads
     k = matrix(k_s.index(ME))
     v = matrix(v_s.index(ME))
-    passed = position * 0  # blocks of the tiles before
-    pair = position * 0  # number of a dS: two buffers
-    for step in range(_steps(position, problem, PERSISTENT)):
-        instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count = (
-            _locate_keys(_place(position, step, PERSISTENT), table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
+    # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does not
+    # exist, none.
+    key = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    if CAUSAL:
+        low = gl.where(key < rows, key - (rows - others), 1 << 30)
+    else:
+        low = gl.where(key < rows, 0, 1 << 30)
+    # Zeros that the compiler cannot see through: if it knew that a thread's two rows of -delta are equal, it would copy
+    # one to the other between the products' fence and the products, which makes ptxas wait there.
+    zero = gl.inline_asm_elementwise("mov.f32 $0, 0f00000000;", "=f,r", [key], dtype=gl.float32, is_pure=True, pack=1)
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
+    dk = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
+    dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
+    statistics = other_begin // BLOCK_M + document
+    mbarrier.wait(kv_full.index(ME), 0)
+    # One loop over the blocks of all heads of the group.
+    block = block_begin
+    tile = first // 128
+    before_end = block_begin
+    if ORDERED:
+        # The tiles of keys add to a block of dQ in the order of their numbers, which is that in which programs start:
+        # who waits, waits for one that runs. All begin at the last block: those side by side come one after the other.
+        block = block_begin + count - 1
+        before_begin, _begin, _end, before_count = query_blocks(
+            first - 128, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
         )
-        batch = instance // kv_heads
-        kv_head = instance % kv_heads
-        # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does
-        # not exist, none.
-        key = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
-        if CAUSAL:
-            low = gl.where(key < rows, key - (rows - others), 1 << 30)
-        else:
-            low = gl.where(key < rows, 0, 1 << 30)
-        # Zeros that the compiler cannot see through: if it knew that a thread's two rows of -delta are equal, it would
-        # copy one to the other between the products' fence and the products, which makes ptxas wait there.
-        zero = gl.inline_asm_elementwise(
-            "mov.f32 $0, 0f00000000;", "=f,r", [key], dtype=gl.float32, is_pure=True, pack=1
-        )
-        no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
-        dk = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
-        dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
-        statistics = other_begin // BLOCK_M + document
-        mbarrier.wait(kv_full.index(ME), step & 1)
-        # One loop over the blocks of all heads of the group.
-        block = block_begin
-        tile = first // 128
-        before_end = block_begin
-        if ORDERED:
-            # The tiles of keys add to a block of dQ in the order of their numbers, which is that in which programs
-            # start: who waits, waits for one that runs. All begin at the last block: those side by side come one after
-            # the other.
-            block = block_begin + count - 1
-            before_begin, _begin, _end, before_count = query_blocks(
-                first - 128, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
-            )
-            if first > 0:
-                before_end = before_begin + before_count  # the tile before adds to the blocks below
-        padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
-        dq_row = padded + block * BLOCK_M
-        # Not `= dq_row`: Triton takes a variable for unchanged by a loop that gives it the value it has, and two names
-        # of one value have it at the loop's start (test_kernel_sources.py).
-        added_row = padded + block * BLOCK_M
-        turn = gl.where(block < before_end, tile, 0)
-        if LAGGED:  # before the first block, dS is 0
-            if PERSISTENT:
-                tma.store_wait(0)  # dK and dV of the tile before have left this buffer
-            ds_s.index(2 * (pair & 1) + ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(pair & 1), count=1)
-        for i in range(group * count):
-            done = passed + i  # pyright: ignore[reportOperatorIssue]
-            slot = done % STAGES
-            phase = done // STAGES & 1
-            mbarrier.wait(q_full.index(slot), phase)
-            q = matrix(q_s.index(slot))
-            # dP starts from -delta instead of 0: the registers of delta are those of the sum.
-            dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
-            s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(slot), phase)
-            do = matrix(do_s.index(slot))
-            dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-            if ORDERED:  # while the products run: both take a way to the L2 cache and back
-                if LAGGED:
-                    pass_turn(turns_ptr, added_row, tile + 1, i > 1, ME, HEAD_DIM)
-                    wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
-                    added_row = dq_row
-                else:
-                    pass_turn(turns_ptr, dq_row, tile + 1, i > 0, ME, HEAD_DIM)
-                    turn = gl.where(block < before_end, tile, 0)
-                    wait_for_turn(turns_ptr, padded + block * BLOCK_M, turn, ME, HEAD_DIM)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
-            p = gl.exp2(s * score_scale - lse2[None, :])
-            edge = block < full_begin
-            edge = edge | (block >= full_end)
-            if edge:
-                # As in the forward kernel: a thread's columns are constants but for their bits 1 and 2.
-                column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))[None, :]
-                row = block * BLOCK_M
-                p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
-                if WINDOW:
-                    p = gl.where((column & -7) < (low - row + window)[:, None] - (column & 6), p, 0.0)
-            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            ds = (p * dp).to(dtype)
+        if first > 0:
+            before_end = before_begin + before_count  # the tile before adds to the blocks below
+    padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
+    dq_row = padded + block * BLOCK_M
+    # Not `= dq_row`: Triton takes a variable for unchanged by a loop that gives it the value it has, and two names of
+    # one value have it at the loop's start (test_kernel_sources.py).
+    added_row = padded + block * BLOCK_M
+    turn = gl.where(block < before_end, tile, 0)
+    if LAGGED:  # before the first block, dS is 0
+        ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(0), count=1)
+    for done in range(group * count):
+        slot = done % STAGES  # pyright: ignore[reportOperatorIssue]
+        phase = done // STAGES & 1
+        mbarrier.wait(q_full.index(slot), phase)
+        q = matrix(q_s.index(slot))
+        # dP starts from -delta instead of 0: the registers of delta are those of the sum.
+        dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
+        s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(do_full.index(slot), phase)
+        do = matrix(do_s.index(slot))
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        if ORDERED:  # while the products run: both take a way to the L2 cache and back
             if LAGGED:
-                # Keeps the compiler from computing dS behind the product below, which has no registers beside P and dP.
-                ds = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ds], dtype=ds.dtype, is_pure=False, pack=2)
-            ds_left = gl.convert_layout(ds, left, assert_trivial=True)
-            if LAGGED:
-                # dQ of the block before. Its dS was complete when this pass began, or nearly so: the consumers need not
-                # keep step, and one's softmax can meet the other's products.
-                mbarrier.wait(ds_full.index(pair & 1), pair // 2 & 1)
-                dq = _multiply_dq(ds_s, k_s, pair & 1, half, ME, BLOCK_M, HEAD_DIM)
-                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-                pair += 1
-                ds_s.index(2 * (pair & 1) + ME).store(ds)
-                fence_async_shared()
-                dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-                # Says two things: this dS is there, and the one before has been read.
-                mbarrier.arrive(ds_full.index(pair & 1), count=1)
-                mbarrier.arrive(do_empty.index(slot), count=1)
-                add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
+                pass_turn(turns_ptr, added_row, tile + 1, done > 1, ME, HEAD_DIM)
+                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
+                added_row = dq_row
             else:
-                # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches
-                # only after its product out of this buffer.
-                ds_s.index(2 * (done & 1) + ME).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(done & 1), count=1)
-                mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
-                dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
-                dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-                dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-                mbarrier.arrive(do_empty.index(slot), count=1)
-                add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                mbarrier.arrive(q_empty.index(slot), count=1)
-            dq_row = padded + block * BLOCK_M
-            if ORDERED:
+                pass_turn(turns_ptr, dq_row, tile + 1, done > 0, ME, HEAD_DIM)
                 turn = gl.where(block < before_end, tile, 0)
-                block -= 1
-                if block < block_begin:  # on to the next head
-                    block = block_begin + count - 1
-                    padded += query_tiles * BLOCK_M
-            else:
-                block += 1
-                if block == block_begin + count:
-                    block = block_begin
-                    padded += query_tiles * BLOCK_M
+                wait_for_turn(turns_ptr, padded + block * BLOCK_M, turn, ME, HEAD_DIM)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
+        p = gl.exp2(s * score_scale - lse2[None, :])
+        edge = block < full_begin
+        edge = edge | (block >= full_end)
+        if edge:
+            # As in the forward kernel: a thread's columns are constants but for their bits 1 and 2.
+            column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))[None, :]
+            row = block * BLOCK_M
+            p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
+            if WINDOW:
+                p = gl.where((column & -7) < (low - row + window)[:, None] - (column & 6), p, 0.0)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p * dp).to(dtype)
         if LAGGED:
-            mbarrier.wait(ds_full.index(pair & 1), pair // 2 & 1)
-            if count > 0:
-                if ORDERED:
-                    pass_turn(turns_ptr, added_row, tile + 1, group * count > 1, ME, HEAD_DIM)
-                    wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
-                dq = _multiply_dq(ds_s, k_s, pair & 1, half, ME, BLOCK_M, HEAD_DIM)
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-                add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
-        if ORDERED:
-            if count > 0:
-                pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
-        if PERSISTENT:
-            mbarrier.arrive(kv_empty.index(0), count=1)
-            pair += 1
-            passed += group * count
-            # The dS before the last has been read by both consumers: its buffer takes dV and dK on their way out.
-            lead: tl.constexpr = gl.constexpr([2])
-            parts = ds_s.index(2 * (pair & 1) + ME)._reinterpret(dtype, lead + dk_desc.block_type.shape, dk_desc.layout)
-            matrix(parts.index(0)).store(dv.to(dtype))
-            matrix(parts.index(1)).store((dk * scale).to(dtype))
+            # Keeps the compiler from computing dS behind the product below, which has no registers beside P and dP.
+            ds = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ds], dtype=ds.dtype, is_pure=False, pack=2)
+        ds_left = gl.convert_layout(ds, left, assert_trivial=True)
+        if LAGGED:
+            # dQ of the block before. Its dS was complete when this pass began, or nearly so: the consumers need not
+            # keep step, and one's softmax can meet the other's products.
+            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
             fence_async_shared()
-            store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, parts.index(0), PACKED)
-            store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, parts.index(1), PACKED)
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+            # Says two things: this dS is there, and the one before has been read.
+            mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
+            mbarrier.arrive(do_empty.index(slot), count=1)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
         else:
-            v.store(dv.to(dtype))
+            # Two buffers: who writes this one has seen the other consumer at the block before, which it reaches only
+            # after its product out of this buffer.
+            ds_s.index(2 * (done & 1) + ME).store(ds)
             fence_async_shared()
-            store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
-            mbarrier.arrive(idle.index(0), count=1)
-            mbarrier.wait(idle.index(0), 0)  # the other consumer's last product has read these keys
-            k.store((dk * scale).to(dtype))
-            fence_async_shared()
-            store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, k_s.index(ME), PACKED)
+            mbarrier.arrive(ds_full.index(done & 1), count=1)
+            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+            mbarrier.arrive(do_empty.index(slot), count=1)
+            add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
+        dq_row = padded + block * BLOCK_M
+        if ORDERED:
+            turn = gl.where(block < before_end, tile, 0)
+            block -= 1
+            if block < block_begin:  # on to the next head
+                block = block_begin + count - 1
+                padded += query_tiles * BLOCK_M
+        else:
+            block += 1
+            if block == block_begin + count:
+                block = block_begin
+                padded += query_tiles * BLOCK_M
+    if LAGGED:
+        pairs = group * count
+        mbarrier.wait(ds_full.index(pairs & 1), pairs // 2 & 1)
+        if count > 0:
+            if ORDERED:
+                pass_turn(turns_ptr, added_row, tile + 1, pairs > 1, ME, HEAD_DIM)
+                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
+            dq = _multiply_dq(ds_s, k_s, pairs & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+    if ORDERED:
+        if count > 0:
+            pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
+    mbarrier.arrive(idle.index(0), count=1)
+    mbarrier.wait(idle.index(0), 0)  # the other consumer's last product has read these keys
+    k.store((dk * scale).to(dtype))
+    fence_async_shared()
+    store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, k_s.index(ME), PACKED)
     tma.store_wait(0)
 
 
@@ -340,7 +293,7 @@ def _hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, turns_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr, PERSISTENT: tl.constexpr,
+    STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -352,7 +305,6 @@ def _hopper_backward_kernel(
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
     kv_full = barrier_ring(2, 1)
-    kv_empty = barrier_ring(1, 2)
     q_full = barrier_ring(STAGES, 1)
     q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
@@ -360,7 +312,7 @@ def _hopper_backward_kernel(
     ds_full = barrier_ring(2, 2)
     idle = barrier_ring(1, 2)
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s)
-    barriers = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, idle)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, turns_ptr, dk_desc, dv_desc)
     position = gl.program_id(0)
@@ -371,11 +323,11 @@ def _hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED, PERSISTENT)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED, PERSISTENT)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
             (_produce, (position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES, ORDERED, PERSISTENT)),
+                        table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES, ORDERED)),
         ],
         [4, 1],
         [240, 24],
@@ -415,8 +367,7 @@ def hopper_backward(
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    profile = device_profile(q.device)
-    launch = hopper_backward_launch(head_dim, keys, profile, deterministic)
+    launch = hopper_backward_launch(head_dim, keys, device_profile(q.device), deterministic)
     block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -444,10 +395,7 @@ def hopper_backward(
             if launch.ordered
             else heads_a_section(2 * group * queries * head_dim * q.element_size(), instances, launch.section_bytes)
         )
-        # Documents make tiles of any length: there the hardware hands them out, as programs end.
-        persistent = launch.persistent and not packed
-        programs = min(instances * tiles, profile.num_sms) if persistent else instances * tiles
-        _hopper_backward_kernel[(programs,)](
+        _hopper_backward_kernel[(instances * tiles,)](
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
             rows_descriptor(v, 64, packed),
@@ -462,7 +410,7 @@ def hopper_backward(
             queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)), scale,
             scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
-            STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered, PERSISTENT=persistent,
+            STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](

@@ -63,7 +63,6 @@ class HopperBackwardLaunch:
             for it, need not keep step.
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
             run.
-        persistent: one program an SM takes tiles in turn; otherwise one program a tile. For head_dim 64, not ordered.
     """
 
     block_m: int
@@ -71,14 +70,6 @@ class HopperBackwardLaunch:
     section_bytes: int
     lagged: bool = True
     ordered: bool = False
-    persistent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.persistent and (self.ordered or not self.lagged or self.block_m != 128):
-            raise ValueError(
-                f"persistent=True with ordered={self.ordered}, lagged={self.lagged}, block_m={self.block_m}: "
-                "expected ordered=False, lagged=True and block_m=128"
-            )
 
     @property
     def block_n(self) -> int:

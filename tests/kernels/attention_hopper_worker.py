@@ -90,13 +90,6 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
     ]
     launches = [{"launch": {"lagged": False}, **shape} for shape in shapes]  # for the backward kernel
-    if head_dim == 64:  # also with more tiles than programs, and tiles that no query meets
-        many_tiles = [{"lengths": (1025, 1025), "heads": (8, 4), "batch": 6}, {"lengths": (130, 2000), "batch": 8}]
-        launches += [
-            {"launch": {"persistent": True}, **shape, **option}
-            for shape in shapes + many_tiles
-            for option in ({}, {"causal": False}, {"window": 100})
-        ]
     forward_launches = [  # the other number of consumers, also with more tiles than programs
         {"lengths": pair, "launch": {"consumers": consumers, "stages": stages}, **option}
         for consumers, stages in ((2, 2), (3, 2))

@@ -19,7 +19,7 @@ from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
 from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
-from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, heads_a_section
+from fuselm.kernels.launch.attention_hopper import heads_a_section
 
 positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
     common.python_function,
@@ -116,13 +116,6 @@ def test_sections_are_whole_groups_that_fit():
     assert heads_a_section(3 * 2**20, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(2**30, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
-
-
-def test_launches_that_the_kernel_does_not_have_are_refused():
-    with pytest.raises(ValueError, match="expected ordered=False, lagged=True and block_m=128"):
-        HopperBackwardLaunch(64, 2, 0, persistent=True)
-    with pytest.raises(ValueError, match="persistent=True with ordered=True"):
-        HopperBackwardLaunch(128, 2, 0, ordered=True, persistent=True)
 
 
 def test_tile_table(device):
@@ -228,12 +221,12 @@ def test_choices_compile():
         from fuselm.kernels.aot import compile_only
         from fuselm.kernels.attention import hopper_backward, hopper_forward
         sys.path.insert(0, "benchmarks")
-        from tuning.attention import backward_candidates, forward_candidates, ordered_candidates
+        from tuning.attention import forward_candidates, ordered_candidates
         report = []
         for head_dim in (64, 128):
             q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
             kv, lse2 = q[:, :, :2], torch.empty((2, 4, 300))
-            for launch in backward_candidates(head_dim)[:1] + ordered_candidates(head_dim):
+            for launch in ordered_candidates(head_dim):
                 hopper_backward.hopper_backward_launch = lambda *_: launch
                 with compile_only(90) as compiled:
                     hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
@@ -247,9 +240,9 @@ def test_choices_compile():
         print(json.dumps(report))
     """)
     kernels = [row for row in report if "hopper" in row[0]]
-    assert len(kernels) == 14
+    assert len(kernels) == 12
     for name, launch, spills, warnings, shared in kernels:
-        limit = 400 if "backward" in name else 0
+        limit = 320 if "backward" in name else 0
         assert not warnings and shared <= 227 * 1024 and spills <= limit, (launch, spills, warnings, shared)
 
 
