@@ -35,10 +35,10 @@ if importlib.util.find_spec("fuselm") is None:  # run as a script in a clone tha
 import compile_ahead
 import torch
 import tyro
-from measure import Ceilings, RowRun, configure_compile, release
+from measure import Ceilings, Result, RowRun, configure_compile, release
 from peers.base import DETERMINISTIC, OURS, Maker, is_ours
 from peers.registry import Peers, load_peers
-from report_kernels import best_peer, deterministic_cost, milliseconds, ours, speed_ratio
+from report_kernels import best_peer, deterministic_cost, milliseconds, ours, plain, speed_ratio
 from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row
 from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
 
@@ -162,6 +162,14 @@ def summary(row: dict[str, Any]) -> str:
     return "\n    ".join([head, *bad])
 
 
+def _record(result: Result) -> dict[str, Any]:
+    """The result as the file has it, errors in plain text."""
+    row = dataclasses.asdict(result)
+    for measured in row["providers"].values():
+        measured |= {key: plain(measured[key]) for key in ("status", "graph_note")}
+    return row
+
+
 def _lost(device: torch.device) -> str:
     """Why nothing can be measured in this process any more: a kernel broke the CUDA context. "" if all is well."""
     try:
@@ -233,7 +241,7 @@ def compare(
             faulthandler.dump_traceback_later(ROW_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr)
             run = RowRun(row, dtype, device, ceilings, arguments.rounds)
             for result in run.run(chosen_makers(peers, row, arguments.providers)):
-                facts["rows"].append(dataclasses.asdict(result))
+                facts["rows"].append(_record(result))
                 print(summary(facts["rows"][-1]), flush=True)
             facts["rows"].sort(key=lambda r: place.get((r["op"], r["label"]), 0))
             facts["row_seconds"][row.name] = {part: round(s, 2) for part, s in run.seconds.items()}

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import matplotlib
 import tyro
-from report_kernels import KernelResults, changes, full_tables, merged, summary_table
+from report_kernels import KernelResults, changes, full_tables, merged, plain, summary_table
 from report_plots import relative_times, roofline_shares, times_by_size
 from step_compare import FORMULAS, SAME_LOSS, SETTLED_STEP, loss_of, ours_of, percent
 
@@ -83,7 +83,7 @@ def peer_table(results: list[dict[str, Any]]) -> str:
             name = f"{row['provider']}, again" if row["again"] else row["provider"]
             start = f"| {result['preset']} | {row['gpus']} | {name} |"
             if row["status"] != "ok":
-                reason = row["reason"].replace("|", "\\|")
+                reason = plain(row["reason"]).replace("|", "\\|")
                 lines.append(f"{start} {row['status']}: {reason} | | | | | | | |")
                 continue
             timing = row["step_ms"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -152,9 +153,14 @@ def _others(row: Row, best: str | None) -> str:
     return "; ".join(cells)
 
 
+def plain(text: str) -> str:
+    """Text without the colours that some compilers give their messages, also where one was cut off."""
+    return re.sub(r"\x1b(\[[0-9;]*[A-Za-z]?)?", "", text)
+
+
 def _short(status: str) -> str:
-    """A status as one table cell: no column borders, not longer than a line."""
-    text = status.replace("|", "/")
+    """A status as one table cell: no colours, no column borders, not longer than a line."""
+    text = plain(status).replace("|", "/")
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -337,7 +343,7 @@ def changes(old: KernelResults, new: KernelResults, tolerance: float) -> list[Ch
         now = ours(after) if after else None
         if after is None or now is None:
             status = after["providers"].get(OURS, {}).get("status", "not measured") if after else "not measured"
-            found.append(Change(name, status, True))
+            found.append(Change(name, plain(status), True))
             continue
         drifts = _drifts(before, after)
         drift = statistics.median(drifts if len(drifts) >= 3 else everywhere or [1.0])

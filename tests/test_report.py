@@ -72,7 +72,8 @@ def _result_with_peers(rows: list[dict]) -> dict:
 
 def test_a_peer_that_wins_is_shown_as_one_that_loses_and_one_that_failed_stays(report, tmp_path):
     """Times 100 and 104 of ours: 2.00, 1.00 and 0.49 of their mean; the fastest trains something else."""
-    failed = {"provider": "hf+liger", "ours": False, "again": False, "gpus": 1, "status": "failed", "reason": "x | y"}
+    failed = {"provider": "hf+liger", "ours": False, "again": False, "gpus": 1, "status": "failed"}
+    failed["reason"] = "\x1b[1mx\x1b[0m | y"
     rows = [
         _row("fuselm (triton)", 100.0, 4.0, ours=True),
         _row("hf", 204.0, 4.01),

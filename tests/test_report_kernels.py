@@ -13,6 +13,7 @@ import pytest
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 report: Any = importlib.import_module("report")
 compare_kernels: Any = importlib.import_module("compare_kernels")
+measure: Any = importlib.import_module("measure")
 tables: Any = importlib.import_module("report_kernels")
 
 
@@ -41,7 +42,7 @@ FACTS = _facts(
         {
             "fuselm": _measured(2.0),
             "Liger": _measured(1.0, "wrong: output 0"),
-            "QuACK": _measured(None, "failed: RuntimeError: a | b"),
+            "QuACK": _measured(None, "failed: RuntimeError: \x1b[91m\x1b[1ma\x1b[0m | b\x1b[9"),
             "eager": _measured(1.0),
             "fuselm, in place": _measured(0.5),
         },
@@ -51,6 +52,14 @@ FACTS = _facts(
     _row("loss", "8x8", {"fuselm": _measured(None, "failed: output 0: error 1"), "eager": _measured(1.0)}),
     left_out=["norm 64x64", "loss 9x9"],
 )
+
+
+def test_the_file_has_errors_without_their_colours():
+    measured = measure.Measurement("failed: \x1b[91m\x1b[1merror[X]:\x1b[0m no", graph_note="\x1b[92mwhy\x1b[0m")
+    result = measure.Result("norm", "8x8", "forward", "bfloat16", 1, 0, None, "", False, providers={"QuACK": measured})
+    row = compare_kernels._record(result)
+    assert row["label"] == "8x8" and row["providers"]["QuACK"]["status"] == "failed: error[X]: no"
+    assert row["providers"]["QuACK"]["graph_note"] == "why"
 
 
 def test_the_summary_counts_losses_and_failures():
