@@ -11,8 +11,9 @@ from fuselm.kernels.cross_entropy_kernels import (
     cross_entropy_forward_kernel,
 )
 from fuselm.kernels.cross_entropy_parts_kernels import cross_entropy_parts_gradient_kernel, cross_entropy_parts_kernel
+from fuselm.kernels.cross_entropy_ring import launch_ring, ring_refusal
 from fuselm.kernels.direct import launch_device
-from fuselm.kernels.launch.cross_entropy import PartsLaunch, cross_entropy_launch, parts_launch
+from fuselm.kernels.launch.cross_entropy import PartsLaunch, cross_entropy_launch, parts_launch, ring_launch
 
 Options = tuple[int, float, float, float]
 """ignore_index, label_smoothing, z_loss, softcap (0 for none)."""
@@ -155,6 +156,12 @@ def launch_forward(
         _launch_parts(split, logits, targets, loss, lse, lse_low, gradient, scale, None, grad_lse, options, True, skip)
         return
     skip = skip_ignored and grad_lse is None
+    ring = None if gradient is None or total is not None else ring_launch(vocab, profile)
+    if ring is not None and ring_refusal(logits, written, profile, label_smoothing != 0, softcap != 0) is None:
+        rows = (logits, targets, loss, lse, lse_low, written, scale, grad_lse)
+        with launch_device(logits):
+            launch_ring(ring, *rows, ignore_index, z_loss, skip, profile.num_sms)
+        return
     launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0, _rows_aligned(logits))
     with launch_device(logits):
         cross_entropy_forward_kernel[(outer * inner,)](

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from fuselm.kernels._triton import device_profile, tl
+from fuselm.kernels.attention.hopper_backward_rolling import hopper_backward_rolling_kernel
 from fuselm.kernels.attention.hopper_common import (
     LOG2E,
     barrier_ring,
@@ -367,7 +368,8 @@ def hopper_backward(
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    launch = hopper_backward_launch(head_dim, keys, device_profile(q.device), deterministic)
+    profile = device_profile(q.device)
+    launch = hopper_backward_launch(head_dim, keys, profile, deterministic)
     block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -395,24 +397,27 @@ def hopper_backward(
             if launch.ordered
             else heads_a_section(2 * group * queries * head_dim * q.element_size(), instances, launch.section_bytes)
         )
-        _hopper_backward_kernel[(instances * tiles,)](
+        descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
             rows_descriptor(v, 64, packed),
             rows_descriptor(dout, block_m, packed),
             flat_descriptor(padded_lse2, [block_m]),
             flat_descriptor(delta, [block_m]),
-            dq_sum,
-            turns,
-            rows_descriptor(dk, 64, packed),
-            rows_descriptor(dv, 64, packed),
-            lse2 if table is None else table,
-            queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)), scale,
-            scale * LOG2E,
-            PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
-            STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered,
-            num_warps=4, maxnreg=168,
-        )  # fmt: skip
+        )
+        outputs = (rows_descriptor(dk, 64, packed), rows_descriptor(dv, 64, packed), lse2 if table is None else table)
+        problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)))
+        masks = {"PACKED": packed, "CAUSAL": causal, "WINDOW": window > 0}
+        if launch.rolling:
+            hopper_backward_rolling_kernel[(min(instances * tiles, profile.num_sms),)](
+                *descriptors, dq_sum, *outputs, *problem, scale, scale * LOG2E, **masks, num_warps=4, maxnreg=168
+            )  # fmt: skip
+        else:
+            _hopper_backward_kernel[(instances * tiles,)](
+                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks,
+                BLOCK_M=block_m, HEAD_DIM=head_dim, STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered,
+                num_warps=4, maxnreg=168,
+            )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](
             dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
             PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,

@@ -63,6 +63,8 @@ class HopperBackwardLaunch:
             for it, need not keep step.
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
             run.
+        rolling: whether a program goes from tile to tile without a pause (hopper_backward_rolling.py); head_dim 64,
+            lagged, not ordered.
     """
 
     block_m: int
@@ -70,6 +72,7 @@ class HopperBackwardLaunch:
     section_bytes: int
     lagged: bool = True
     ordered: bool = False
+    rolling: bool = False
 
     @property
     def block_n(self) -> int:

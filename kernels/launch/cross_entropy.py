@@ -42,6 +42,38 @@ class PartsLaunch:
     num_warps: int
 
 
+RING_COLUMNS = 64  # of a chunk as TMA sees it: 128 bytes, one row of its widest swizzle
+
+
+@dataclass(frozen=True)
+class RingLaunch:
+    """Launch of the Hopper kernel that keeps rows in shared memory (cross_entropy_ring.py).
+
+    Attributes:
+        tile: a chunk is tile x RING_COLUMNS logits; a power of two, at most 256 (what a TMA box may have), and at least
+            4 x num_warps.
+        slots: chunks that shared memory holds.
+        num_warps: warps that compute; one more loads, which counts as four.
+        programs: of them on an SM.
+    """
+
+    tile: int
+    slots: int
+    num_warps: int
+    programs: int = 1
+
+    @property
+    def max_registers(self) -> int:
+        """Registers a thread with which `programs` of them fit on an SM of 65,536."""
+        return min(65536 // (32 * (self.num_warps + 4) * self.programs) // 8 * 8, 248)
+
+
+def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
+    """Launch for rows of `vocab` 16-bit logits in shared memory; None for the portable kernel, which is the measured
+    one."""
+    return None
+
+
 def parts_launch(rows: int, vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> PartsLaunch | None:
     """Launch for `rows` rows of `vocab` logits where one program a row would leave most of the device idle, else None.
 

@@ -90,6 +90,29 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
     ]
     launches = [{"launch": {"lagged": False}, **shape} for shape in shapes]  # for the backward kernel
+    if head_dim == 64:
+        launches += [  # from tile to tile without a pause; also few blocks a tile, more tiles than programs
+            {"launch": {"rolling": True}, **shape}
+            for shape in (
+                *shapes,
+                {"lengths": (1, 1)},
+                {"lengths": (70, 300)},
+                {"lengths": (5, 2), "causal": False},
+                {"lengths": (130, 130), "heads": (16, 16), "batch": 20},
+                {"lengths": (300, 300), "heads": (16, 4), "batch": 20},
+                {"lengths": (640, 640), "heads": (12, 12), "batch": 9},
+                {"lengths": (300, 1100), "heads": (8, 8), "batch": 10},
+                {"lengths": (1025, 1025), "heads": (8, 8), "batch": 4, "window": 130},
+                {"lengths": (1025, 1025), "heads": (8, 4), "batch": 7, "causal": False},
+                {"lengths": (2100, 2100), "heads": (12, 4), "documents_q": borders, "documents_k": borders},
+                {
+                    "lengths": (1225, 1125),
+                    "heads": (32, 32),
+                    "documents_q": (0, 5, 5, 900, 901),
+                    "documents_k": borders[:5],
+                },
+            )
+        ]
     forward_launches = [  # the other number of consumers, also with more tiles than programs
         {"lengths": pair, "launch": {"consumers": consumers, "stages": stages}, **option}
         for consumers, stages in ((2, 2), (3, 2))
@@ -284,7 +307,11 @@ def main() -> None:
         if not all(key in case for key in keys):
             continue
         launch = case.get("launch", {})
-        if ("lagged" in launch or "deterministic" in case) if group == "forward" else "consumers" in launch:
+        if (
+            ("lagged" in launch or "rolling" in launch or "deterministic" in case)
+            if group == "forward"
+            else "consumers" in launch
+        ):
             continue  # nothing of it is in these kernels
         print(json.dumps({"start": case}), flush=True)
         try:

@@ -1,0 +1,269 @@
+"""Attention backward on Hopper without a pause between tiles: hopper_backward.py's lagged loop, for head_dim 64.
+
+A program takes tile after tile. Keys and values have two buffers, so that those of the next tile arrive while this one
+is multiplied, and dQ of a tile's last block is computed in the first pass of the next tile, from the keys of before:
+between two tiles a consumer only puts dK and dV into a buffer, from which they leave by TMA while it goes on.
+"""
+
+from __future__ import annotations
+
+from fuselm.kernels._triton import tl
+from fuselm.kernels.attention.hopper_common import (
+    barrier_ring,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    load_rows,
+    matrix,
+    mbarrier,
+    place_of,
+    position_at,
+    positions_of,
+    query_blocks,
+    ring,
+    store_rows,
+    tile_and_head,
+    tma,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fuselm.kernels.attention.hopper_dq import add_dq
+
+BLOCK_M = tl.constexpr(128)
+STAGES = tl.constexpr(2)  # of queries; the waits below count on two
+
+
+@gluon_jit
+def _locate_keys(step, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """What a program works on in round `step`; both partitions compute it."""
+    queries, keys, _kv_heads, _group, instances, section, tiles, _query_tiles, window = problem
+    position = position_at(gl.program_id(0), gl.num_programs(0), step)
+    tile, instance = tile_and_head(position, instances, section, tiles)
+    # The first keys meet the most queries: they go first.
+    first, rows, begin, others, other_begin, document = place_of(
+        tiles - 1 - tile, table_ptr, keys, queries, PACKED, 128
+    )
+    block_begin, full_begin, full_end, count = query_blocks(first, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M)
+    return instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count
+
+
+@gluon_jit
+def _produce(
+    buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s = buffers
+    kv_full, q_full, q_empty, do_full, ds_full = barriers
+    _queries, _keys, kv_heads, group, instances, _section, tiles, query_tiles, _window = problem
+    done = gl.program_id(0) * 0  # blocks so far
+    used = gl.program_id(0) * 0  # tiles so far that had blocks
+    passed = gl.program_id(0) * 0  # blocks before the last of them
+    for step in range(positions_of(gl.program_id(0), gl.num_programs(0), instances * tiles)):
+        instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
+            _locate_keys(step, table_ptr, problem, PACKED, CAUSAL, WINDOW)
+        )
+        batch = instance // kv_heads
+        kv_head = instance % kv_heads
+        statistics = other_begin // BLOCK_M + document + block_begin  # block in the padded arrays
+        if count > 0:
+            pair = used & 1
+            # The keys in this buffer are those of the tile before the last, used until the first pass of the last tile,
+            # whose dS says so. Three blocks later the wait for a slot of dO has seen it.
+            if (used > 1) & (done - passed < 3):
+                mbarrier.wait(ds_full.index(passed + 1 & 1), (passed + 1) // 2 & 1)
+            for c in gl.static_range(2):
+                full = kv_full.index(2 * pair + c)
+                mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                load_rows(k_desc, batch, begin, rows, first + 64 * c, kv_head, full, k_s.index(2 * pair + c), PACKED)
+                load_rows(v_desc, batch, begin, rows, first + 64 * c, kv_head, full, v_s.index(2 * pair + c), PACKED)
+            used += 1
+            passed = done
+        for member in range(group):
+            head = kv_head * group + member
+            padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
+            for block in range(count):
+                row = (block_begin + block) * BLOCK_M
+                slot = done % STAGES
+                phase = done // STAGES & 1
+                mbarrier.wait(q_empty.index(slot), phase ^ 1)
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
+                tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
+                tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
+                load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
+                if done > 1:
+                    # dS of the pass after, which both consumers store behind their use of the dO that is in this slot.
+                    mbarrier.wait(ds_full.index(done - 1 & 1), (done - 1) // 2 & 1)
+                mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+                load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
+                done += 1
+
+
+@gluon_jit
+def _multiply_dq(ds_s, k_s, number, keys, half: tl.constexpr, ME: tl.constexpr):
+    """Starts a consumer's half, 64 queries, of dS·K, from dS number `number` of both and the keys in buffer `keys`."""
+    ds_0 = ds_s.index(2 * (number & 1)).slice(64 * ME, 64, 1)
+    ds_1 = ds_s.index(2 * (number & 1) + 1).slice(64 * ME, 64, 1)
+    no_half = gl.zeros([64, 64], gl.float32, half)
+    dq = warpgroup_mma(ds_0.permute((1, 0)), matrix(k_s.index(2 * keys)), no_half, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1.permute((1, 0)), matrix(k_s.index(2 * keys + 1)), dq, is_async=True)
+
+
+@gluon_jit
+def _consume(
+    buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+    ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s = buffers
+    dq_ptr, dk_desc, dv_desc = outputs
+    kv_full, q_full, q_empty, do_full, ds_full = barriers
+    _queries, _keys, kv_heads, group, instances, _section, tiles, query_tiles, window = problem
+    dtype: tl.constexpr = dk_desc.dtype
+    scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    half: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    left: tl.constexpr = gl.DotOperandLayout(0, half, 2)
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
+    offsets = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    # Zeros that the compiler cannot see through: if it knew that a thread's two rows of -delta are equal, it would copy
+    # one to the other between the products' fence and the products, which makes ptxas wait there.
+    zero = gl.inline_asm_elementwise(
+        "mov.f32 $0, 0f00000000;", "=f,r", [offsets], dtype=gl.float32, is_pure=True, pack=1
+    )
+    passed = gl.program_id(0) * 0  # blocks of the tiles before
+    used = gl.program_id(0) * 0  # tiles before that had blocks
+    dq_row = gl.program_id(0) * 0
+    # Before the first block, dS is 0.
+    ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
+    fence_async_shared()
+    for step in range(positions_of(gl.program_id(0), gl.num_programs(0), instances * tiles)):
+        instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count = (
+            _locate_keys(step, table_ptr, problem, PACKED, CAUSAL, WINDOW)
+        )
+        # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does
+        # not exist, none.
+        key = first + offsets
+        if CAUSAL:
+            low = gl.where(key < rows, key - (rows - others), 1 << 30)
+        else:
+            low = gl.where(key < rows, 0, 1 << 30)
+        dk = gl.zeros([64, 64], gl.float32, half)
+        dv = gl.zeros([64, 64], gl.float32, half)
+        pair = used & 1
+        k = matrix(k_s.index(2 * pair + ME))
+        v = matrix(v_s.index(2 * pair + ME))
+        block = block_begin
+        padded = ((instance * group) * query_tiles + other_begin // BLOCK_M + document) * BLOCK_M
+        if count > 0:
+            mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
+            if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
+                mbarrier.arrive(ds_full.index(0), count=1)
+                dq_row = padded + block * BLOCK_M
+        for i in range(group * count):
+            done = passed + i  # pyright: ignore[reportOperatorIssue]
+            slot = done % STAGES
+            phase = done // STAGES & 1
+            mbarrier.wait(q_full.index(slot), phase)
+            q = matrix(q_s.index(slot))
+            # dP starts from -delta instead of 0: the registers of delta are those of the sum.
+            dp = zero[:, None] - delta_s.index(slot).load(gl.SliceLayout(0, scores))[None, :]
+            s = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(slot), phase)
+            do = matrix(do_s.index(slot))
+            dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
+            p = gl.exp2(s * score_scale - lse2[None, :])
+            edge = block < full_begin
+            edge = edge | (block >= full_end)
+            if edge:
+                # As in the forward kernel: a thread's columns are constants but for their bits 1 and 2.
+                column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))[None, :]
+                row = block * BLOCK_M
+                p = gl.where((column & -7) >= (low - row)[:, None] - (column & 6), p, 0.0)
+                if WINDOW:
+                    p = gl.where((column & -7) < (low - row + window)[:, None] - (column & 6), p, 0.0)
+            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left, assert_trivial=True), do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = (p * dp).to(dtype)
+            # Keeps the compiler from computing dS behind the product below, which has no registers beside P and dP.
+            ds = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ds], dtype=ds.dtype, is_pure=False, pack=2)
+            ds_left = gl.convert_layout(ds, left, assert_trivial=True)
+            # dQ of the block before, which may be the last of the tile before. Its dS was complete when this pass
+            # began, or nearly so: the consumers need not keep step, and one's softmax can meet the other's products.
+            behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
+            keys = gl.where(behind, pair ^ 1, pair)
+            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            dq = _multiply_dq(ds_s, k_s, done, keys, half, ME)
+            dk = warpgroup_mma(ds_left, q, dk, is_async=True)
+            ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
+            fence_async_shared()
+            dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+            # Says that this dS is there, and that the dS before, dO and the keys of the tile before have been read.
+            mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, 64)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            dq_row = padded + block * BLOCK_M
+            block += 1
+            if block == block_begin + count:  # on to the next head
+                block = block_begin
+                padded += query_tiles * BLOCK_M
+        passed += group * count
+        used += gl.where(count > 0, 1, 0)
+        tma.store_wait(0)  # dK and dV of the tile before have left their buffers
+        matrix(out_s.index(2 * ME)).store(dv.to(dtype))
+        matrix(out_s.index(2 * ME + 1)).store((dk * scale).to(dtype))
+        fence_async_shared()
+        batch = instance // kv_heads
+        kv_head = instance % kv_heads
+        store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME), PACKED)
+        store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME + 1), PACKED)
+    if passed > 0:
+        mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
+        dq = _multiply_dq(ds_s, k_s, passed, (used - 1) & 1, half, ME)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_dq(dq_ptr, dq * scale, dq_row, ME, 64)
+    tma.store_wait(0)
+
+
+@gluon_jit(
+    do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
+)
+def hopper_backward_rolling_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, dk_desc, dv_desc, table_ptr,
+    queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = q_desc.dtype
+    q_s = ring(q_desc, STAGES)
+    do_s = ring(do_desc, STAGES)
+    k_s = ring(k_desc, 4)
+    v_s = ring(v_desc, 4)
+    lse2_s = ring(lse2_desc, STAGES)
+    delta_s = ring(delta_desc, STAGES)
+    out_s = ring(dk_desc, 4)
+    ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
+    ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
+    kv_full = barrier_ring(4, 1)
+    q_full = barrier_ring(STAGES, 1)
+    q_empty = barrier_ring(STAGES, 2)
+    do_full = barrier_ring(STAGES, 1)
+    ds_full = barrier_ring(2, 2)
+    buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s)
+    barriers = (kv_full, q_full, q_empty, do_full, ds_full)
+    problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
+    outputs = (dq_ptr, dk_desc, dv_desc)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+                        0, PACKED, CAUSAL, WINDOW)),
+            (_consume, (buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+                        1, PACKED, CAUSAL, WINDOW)),
+            (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
+                        table_ptr, PACKED, CAUSAL, WINDOW)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+    # fmt: on
