@@ -39,18 +39,19 @@ from fuselm.model.lora import TARGETS, LoRAConfig, add_lora, remove_lora, save_l
 from fuselm.train import distributed
 from fuselm.train.chat_data import ChatStream, ChatTemplate, Encoded, read_conversations
 from fuselm.train.command_line import parse_arguments
-from fuselm.train.config import LoggingConfig, ParallelConfig, to_json
+from fuselm.train.config import LoggingConfig, ParallelConfig, TrainConfig, TrainingConfig, to_json
 from fuselm.train.distributed import AgreedError, World
 from fuselm.train.evaluation import Feed, evaluate, forward_backward
 from fuselm.train.finetune_model import ADAPTER, MODEL, build_model, gather, open_base, whole_model
 from fuselm.train.lr_schedule import ScheduleConfig, lr_factor
+from fuselm.train.memory_advice import Names, is_out_of_memory, out_of_memory
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
-from fuselm.train.parallelize import require_memory
+from fuselm.train.parallelize import STATE_BYTES, require_memory
 from fuselm.train.run_folder import RunFolder, temporary_folder
 from fuselm.train.trainer import StopSignal
 from fuselm.train.validation import ValidationResult
 
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "swiglu", "selective", "full"]
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 _MAX_NONFINITE = 5  # steps in a row without a finite gradient, before the run gives up
@@ -103,7 +104,8 @@ class Arguments:
     dtype: str = "bfloat16"
     """What forward and backward pass compute in, and what the model is written in: bfloat16 or float32."""
     recompute: str = "none"
-    """Blocks that are computed again in the backward pass, to save memory: none, full or selective."""
+    """What is computed again in the backward pass, to save memory: none; swiglu, the MLP's activation, hardly slower;
+    selective, blocks without attention and every second matmul; or full, whole blocks."""
     seed: int = 0
     """Of the order of the data and of the adapters."""
 
@@ -297,6 +299,18 @@ class FineTuning:
             self.reporter.close()
             self.folder.release()
 
+    def out_of_memory(self, error: BaseException) -> str:
+        """What takes the memory that did not suffice, and which options take less."""
+        rows = self.feed.stream.global_batch_size
+        training = TrainingConfig(
+            seq_len=self.seq_len, micro_batch_size=self.arguments.micro_batch_size, global_batch_size=rows
+        )
+        config = TrainConfig(model=self.base.config, training=training, parallel=self.parallel)
+        held = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in self.model.parameters())
+        same = f"with --global-batch-size {rows} a step stays the same"
+        names = Names("--recompute", "--micro-batch-size", "--seq-len", same)
+        return out_of_memory(error, config, self.world, state_bytes=held, names=names)
+
     def _validate(self, when: str, step: int) -> None:
         if self.validation is not None:
             batches = self.validation.stream.sequences_per_epoch // self.validation.stream.global_batch_size
@@ -389,18 +403,23 @@ def main(given: Sequence[str] | None = None) -> int:
         return report(error)
     raise_on_interrupt()
     failure: str | None = None
+    tuning: FineTuning | None = None
     try:
         with StopSignal() as stop:
-            FineTuning(arguments, lora, world).train(stop)
+            tuning = FineTuning(arguments, lora, world)
+            tuning.train(stop)
     except AgreedError as error:
         failure = str(error)
     except UserError as error:  # this rank alone met it: the others wait in a collective and end with the job
         distributed.abandon(error)
     except OSError as error:
         distributed.abandon(UserError(f"reading or writing failed: {in_words(error)}"))
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         first = str(error).partition("\n")[0]
-        distributed.abandon(UserError(f"out of memory ({first}): lower --micro-batch-size, or take --recompute full"))
+        loading = f"out of memory ({first}) before the first step: use more ranks, --lora-rank, or a smaller model"
+        distributed.abandon(UserError(loading if tuning is None else tuning.out_of_memory(error)))
     distributed.stop(world)
     return 0 if failure is None else report(failure)
 

@@ -29,7 +29,7 @@ from fuselm.train.graphed import graph_backward
 from fuselm.train.guard import Alarm, Guard, Verdict, take_notice
 from fuselm.train.hang_watch import HangWatch
 from fuselm.train.lr_schedule import lr_factor
-from fuselm.train.memory_advice import out_of_memory
+from fuselm.train.memory_advice import is_out_of_memory, out_of_memory
 from fuselm.train.metrics import Reporter, Speedometer, StepMetrics, memory_gib
 from fuselm.train.parallelize import build_mesh, make_copies, materialize, parallelize, require_memory
 from fuselm.train.progress import Progress
@@ -475,7 +475,7 @@ def run(config: TrainConfig) -> int:
         distributed.abandon(UserError(f"reading or writing failed: {in_words(error)}"))
     except (RuntimeError, MemoryError) as error:
         first = str(error).partition("\n")[0]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first:
+        if is_out_of_memory(error):
             distributed.abandon(UserError(out_of_memory(error, config, world)))
         if distributed.is_lost_contact(error):
             distributed.abandon(UserError(f"rank {world.rank} lost contact with another process ({first})"), code=1)

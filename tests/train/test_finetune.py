@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from fuselm.model.config import LlamaConfig
 from fuselm.model.hf import export_hf, load_hf
-from fuselm.model.llama import Llama
-from fuselm.train import chat, finetune
+from fuselm.model.llama import MLP, Llama
+from fuselm.train import chat, distributed, finetune
 from fuselm.train.chat_data import ChatTemplate
 from fuselm.train.finetune_model import load_tuned, open_base
 from fuselm.train.tokenizer import TextTokenizer
@@ -184,6 +184,53 @@ def test_a_run_that_is_asked_to_stop_writes_its_model(base: Path, tmp_path: Path
     finetune.FineTuning(arguments, None, world).train(stop)
     assert losses_of(tmp_path / "finetuned").keys() == {1}
     assert load_hf(tmp_path / "finetuned" / "model").num_parameters() == load_hf(base).num_parameters()
+
+
+def test_swiglu_is_computed_again_and_the_gradient_stays(base: Path, tmp_path: Path, world) -> None:
+    data = write(tmp_path / "facts.jsonl", FACTS)
+    entries = []
+    for recompute in ("none", "swiglu"):
+        arguments = finetune.Arguments(
+            base, data, name=recompute, runs=tmp_path, device="cpu", dtype="float32", seq_len=64, steps=50,
+            lora_rank=2, recompute=recompute,
+        )  # fmt: skip
+        run = finetune.FineTuning(arguments, finetune.check(arguments), world)
+        switches = {m.recompute_activation for m in run.model.modules() if isinstance(m, MLP)}
+        assert switches == {recompute == "swiglu"}
+        stop = StopSignal()
+        stop.received = "SIGTERM"
+        run.train(stop)
+        entries.append(json.loads((tmp_path / recompute / "metrics.jsonl").read_text().splitlines()[0]))
+    assert entries[0]["step"] == 1 and entries[0]["grad_norm"] > 0
+    assert [entries[1][key] for key in ("loss", "grad_norm")] == [entries[0][key] for key in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA: no 2 GiB.\nMore."), RuntimeError("can't allocate memory")]
+)
+def test_out_of_memory_names_the_options_of_this_command(
+    error, base: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(finetune, "forward_backward", fails)
+    monkeypatch.setattr("os._exit", leave)
+    data = write(tmp_path / "facts.jsonl", FACTS)
+    options = ["--runs", str(tmp_path), "--lora-rank", "2", "--steps", "1"]
+    try:
+        with pytest.raises(SystemExit) as done:
+            finetune.main([str(base), str(data), *FAST, *options])
+    finally:
+        distributed.stop(distributed.World(0, 0, 1, torch.device("cpu")))
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and said.startswith("error: out of memory on rank 0") and said.count("\n") == 1
+    ways = [said.find(f"set --{way}") for way in ("recompute to swiglu", "micro-batch-size to 1", "recompute to full")]
+    assert -1 not in ways and ways == sorted(ways), said
+    assert "with --global-batch-size 2 a step stays the same" in said and "parallel." not in said
 
 
 @pytest.mark.parametrize(
