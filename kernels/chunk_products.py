@@ -39,15 +39,28 @@ def multiply_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
 
 def multiply_dx(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -> None:
     """dx (rows, dim) = dlogits (rows, vocab) · weight (vocab, dim)."""
-    parts = vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device)
-    if len(parts) == 1:
+    if len(vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device)) == 1:
         torch.mm(dlogits, weight, out=dx)
         return
     total = dx if dx.dtype == torch.float32 else torch.empty_like(dx, dtype=torch.float32)
-    for part in parts:
-        multiply_in_fp32(dlogits[:, part], weight[part], total, first=part.start == 0)
+    accumulate_dx(total, dlogits, weight, first=True)
     if total is not dx:
         dx.copy_(total)
+
+
+def accumulate_dx(dx: torch.Tensor, dlogits: torch.Tensor, weight: torch.Tensor, first: bool) -> None:
+    """dx (rows, dim), fp32, (+)= dlogits (rows, vocab) · weight (vocab, dim); written, not added to, where `first`."""
+    for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
+        multiply_in_fp32(dlogits[:, part], weight[part], dx, first and part.start == 0)
+
+
+def multiply_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor) -> None:
+    """dw (vocab, dim), fp32 or x's dtype, = dlogits (rows, vocab)ᵀ · x (rows, dim)."""
+    if dw.dtype == torch.float32:
+        accumulate_dw(dw, dlogits, x, first=True)
+        return
+    for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
+        torch.mm(dlogits[:, part].t(), x, out=dw[part])
 
 
 def accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:

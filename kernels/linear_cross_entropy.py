@@ -87,15 +87,16 @@ def _run_chunks(
     `grad_lse`: as in launch_forward."""
     device = x.device
     (rows, dim), vocab = x.shape, weight.shape[0]
-    chunk, columns = chunk_plan(rows, vocab, dtype.itemsize, chunk_size, memory_budget, need_dw)
-    if columns:
+    plan = chunk_plan(rows, vocab, dtype.itemsize, chunk_size, memory_budget, need_dw)
+    chunk = plan.rows
+    if plan.columns:
         with torch.autocast(device.type, enabled=False):
             return run_vocab_chunks(
                 x.to(dtype),
                 weight.to(dtype),
                 targets,
                 options,
-                columns=columns,
+                plan=plan,
                 want_lse=want_lse,
                 need_dx=need_dx,
                 dw_dtype=weight.dtype,

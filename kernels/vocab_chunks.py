@@ -1,23 +1,66 @@
 """linear + cross-entropy in chunks of the vocabulary, for the little memory that chunks of rows waste their time in.
 
 A chunk of few rows reads and writes the whole fp32 dW for a small multiplication. Chunks of the vocabulary go through
-all rows instead: a first round computes each logsumexp, a second the logits again, their gradient, dx (+)= and
-a part of dW that is complete at once, in the weight's own dtype. Four multiplications for three, and no fp32 dW:
+all rows instead, block by block: a first round computes each logsumexp, a second the logits again, their gradient, dx
+(+)= and a part of dW that is complete when the rows are through, in the weight's own dtype. Up to four multiplications
+for three, and no fp32 dW:
 
-    lse = log Σ_c exp(lse_c)        dW_c = dlogits_cᵀ · x        dx = Σ_c dlogits_c · W_c
+    lse = log Σ_c Σ exp(logits_c)        dW_c = dlogits_cᵀ · x        dx = Σ_c dlogits_c · W_c
 
-`launch.linear_cross_entropy.chunk_plan` says from when on that is faster.
+Until dW is written, its memory holds logits: chunks wider than the buffer allows, and one that both rounds share, so
+that its logits are computed once (`launch.linear_cross_entropy.column_chunks`).
+
+Order: columns outside, rows inside. That reads and writes dx (fp32, R·dim) once a chunk of columns and an fp32
+dW_c (columns·dim, in L2 where it is small) once a block of rows. Rows outside would keep dx in L2 and need the whole dW
+in fp32, which is what chunks of the vocabulary are there to avoid.
+
+Memory beside x, W, dW and dx in their dtypes: the buffer (what a memory budget speaks of), dx in fp32, and, where
+a chunk is more than one block of rows, an fp32 dW_c. The result's dx takes the buffer's place.
+
+`launch.linear_cross_entropy.chunk_plan` says from when on that is faster than chunks of rows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from fuselm.kernels.chunk_products import multiply_in_fp32, multiply_logits
-from fuselm.kernels.cross_entropy_launchers import Options, launch_backward, launch_forward
+from fuselm.kernels.chunk_products import accumulate_dw, accumulate_dx, multiply_dw, multiply_logits
+from fuselm.kernels.cross_entropy_launchers import Options
+from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, ColumnChunk, column_chunks
+from fuselm.kernels.vocab_chunks_kernels import (
+    PADDING,
+    PLANES,
+    launch_block_gradient,
+    launch_block_sums,
+    launch_row_losses,
+)
+
+
+class _Layer(NamedTuple):
+    """What all blocks share: the layer, its rows, and the memory that logits pass through."""
+
+    x: torch.Tensor  # (rows, dim)
+    weight: torch.Tensor  # (vocab, dim)
+    targets: torch.Tensor  # (rows,)
+    options: Options
+    block_rows: int
+    buffer: torch.Tensor  # 1-dim
+    dw: torch.Tensor  # (vocab, dim)
+
+    def blocks(self, chunk: ColumnChunk) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of each block of a chunk and where its logits are, with rows padded to 16-byte borders."""
+        rows, columns = self.x.shape[0], chunk.stop - chunk.start
+        stride = -(-columns // PADDING) * PADDING
+        memory, height = self.buffer, self.block_rows
+        if chunk.lent is not None:
+            memory, height = self.dw.view(-1).view(self.x.dtype)[chunk.lent :], rows
+        for start in range(0, rows, height):
+            part = slice(start, min(start + height, rows))
+            count = part.stop - start
+            yield part, memory[: count * stride].view(count, stride)[:, :columns]
 
 
 def run_vocab_chunks(
@@ -26,7 +69,7 @@ def run_vocab_chunks(
     targets: torch.Tensor,
     options: Options,
     *,
-    columns: int,
+    plan: ChunkPlan,
     want_lse: bool,
     need_dx: bool,
     dw_dtype: torch.dtype,
@@ -40,7 +83,7 @@ def run_vocab_chunks(
         weight: (vocab, dim), the same dtype.
         targets: (rows,).
         options: ignore_index, label_smoothing, z_loss, softcap (0 for none).
-        columns: of a chunk of logits.
+        plan: the blocks, with columns > 0.
         want_lse: whether lse of rows that are ignored matters.
         need_dx: otherwise dx is empty.
         dw_dtype: of dW.
@@ -48,78 +91,70 @@ def run_vocab_chunks(
         grad_lse: (rows,) fp32 upstream gradient of lse; None for 0.
     """
     (rows, dim), vocab = x.shape, weight.shape[0]
-    parts = [slice(start, min(start + columns, vocab)) for start in range(0, vocab, columns)]
-    memory = torch.empty((rows * min(columns, vocab),), dtype=x.dtype, device=x.device)
-
-    def logits_of(part: slice) -> torch.Tensor:
-        width = part.stop - part.start
-        logits = memory[: rows * width].view(rows, width)
-        multiply_logits(x, weight[part], logits)
-        return logits
-
-    def shifted(part: slice) -> tuple[torch.Tensor, Options]:
-        ignore_index, *others = options
-        return targets - part.start, (ignore_index - part.start, others[0], others[1], others[2])
-
-    loss, lse, lse_low, factor = _losses(
-        targets, vocab, options, parts, logits_of, shifted, want_lse or grad_lse is not None
-    )
-    upstream = factor if scale is None else factor * scale
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=torch.float32, device=x.device)
     dw = torch.empty((vocab, dim), dtype=dw_dtype, device=x.device)
-    for part in parts:
-        logits = logits_of(part)
-        places, own = shifted(part)
-        gradient = logits.unsqueeze(0)
-        launch_backward(gradient, gradient, places, lse, lse_low, one, upstream, grad_lse, own, classes=vocab)
-        if need_dx:
-            multiply_in_fp32(logits, weight[part], dx, first=part.start == 0)
-        if dw_dtype == x.dtype:
-            torch.mm(logits.t(), x, out=dw[part])
-        else:
-            multiply_in_fp32(logits.t(), x, dw[part], first=True)
+    lendable = dim * dw.element_size() // x.element_size() if plan.lend else 0
+    first, second = column_chunks(rows, vocab, plan.columns, lendable)
+    buffer = torch.empty(min(plan.rows, rows) * plan.columns, dtype=x.dtype, device=x.device)
+    layer = _Layer(x, weight, targets, options, plan.rows, buffer, dw)
+    skip_ignored = not want_lse and grad_lse is None
+    numbers = torch.empty((PLANES, rows), dtype=torch.float32, device=x.device)
+    first_round(layer, first, numbers, skip_ignored)
+    loss, lse, lse_low = launch_row_losses(targets, numbers, vocab, options, skip_ignored)
+    dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=torch.float32, device=x.device)
+    second_round(layer, second, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse)
+    del layer, buffer  # the result's dx may have its memory
     return loss, lse, dx.to(x.dtype), dw
 
 
-def _losses(
-    targets: torch.Tensor,
-    vocab: int,
-    options: Options,
-    parts: list[slice],
-    logits_of: Callable[[slice], torch.Tensor],
-    shifted: Callable[[slice], tuple[torch.Tensor, Options]],
-    want_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    # loss, lse, what lse lacks to fp64, and 1 or, for an impossible target, NaN
-    ignore_index, label_smoothing, z_loss, _ = options
-    lse = torch.full(targets.shape, -math.inf, dtype=torch.float64, device=targets.device)
-    picked, total = torch.zeros_like(lse), torch.zeros_like(lse)
-    numbers = [torch.empty(targets.shape, dtype=torch.float32, device=targets.device) for _ in range(4)]
-    for part in parts:
-        places, own = shifted(part)
-        launch_forward(
-            logits_of(part).unsqueeze(0),
-            places,
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            options=own,
-            skip_ignored=not want_lse,
-            total=numbers[3],
-        )
-        picked += numbers[0]
-        lse = torch.logaddexp(lse, torch.where(numbers[1].isfinite(), numbers[1].double() + numbers[2], numbers[1]))
-        if label_smoothing:
-            total += numbers[3]
-    ignored = targets == ignore_index
-    if not want_lse:  # rows that were not read
-        lse = torch.where(ignored, 0.0, lse)
-    loss = (lse - picked).clamp(min=0)  # p <= 1, a rounding aside
-    if label_smoothing:
-        loss = loss + label_smoothing * (picked - total / vocab)
-    loss = loss + z_loss * lse.square()
-    factor = torch.where(((targets >= 0) & (targets < vocab)) | ignored, 1.0, math.nan).float()
-    high = lse.float()
-    low = torch.where(high.isfinite(), (lse - high).float(), 0.0)
-    return torch.where(ignored, 0.0, loss * factor).float(), high, low, factor
+def first_round(layer: _Layer, chunks: list[ColumnChunk], numbers: torch.Tensor, skip_ignored: bool) -> None:
+    """Adds up the rows' numbers; the logits of a chunk that the second round begins with stay in dW's memory."""
+    for chunk in chunks:
+        for rows, logits in layer.blocks(chunk):
+            multiply_logits(layer.x[rows], layer.weight[chunk.start : chunk.stop], logits)
+            launch_block_sums(logits, layer.targets[rows], numbers[:, rows], chunk.start, layer.options, skip_ignored)
+
+
+def second_round(
+    layer: _Layer,
+    chunks: list[ColumnChunk],
+    numbers: torch.Tensor,
+    lse: torch.Tensor,
+    lse_low: torch.Tensor,
+    dx: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> None:
+    """Writes dW and dx (fp32; None for no gradient)."""
+    x, vocab, dw = layer.x, layer.weight.shape[0], layer.dw
+    sums = torch.empty(0)
+    for chunk in chunks:
+        weight, dw_part = layer.weight[chunk.start : chunk.stop], dw[chunk.start : chunk.stop]
+        one_block = chunk.lent is not None or layer.block_rows >= x.shape[0]
+        total = dw_part
+        if dw.dtype != torch.float32 and not (one_block and dw.dtype == x.dtype):
+            if sums.shape[0] < dw_part.shape[0]:
+                sums = torch.empty_like(dw_part, dtype=torch.float32)
+            total = sums[: dw_part.shape[0]]
+        for rows, logits in layer.blocks(chunk):
+            if chunk.start > 0 or chunk.lent is None:  # those of a first chunk that is lent are there
+                multiply_logits(x[rows], weight, logits)
+            launch_block_gradient(
+                logits,
+                layer.targets[rows],
+                numbers[:, rows],
+                lse[rows],
+                lse_low[rows],
+                scale if scale is None or scale.dim() == 0 else scale[rows],
+                None if grad_lse is None else grad_lse[rows],
+                chunk.start,
+                vocab,
+                layer.options,
+            )
+            if dx is not None:
+                accumulate_dx(dx[rows], logits, weight, first=chunk.start == 0)
+            if one_block and total is dw_part:
+                multiply_dw(dw_part, logits, x)
+            else:
+                accumulate_dw(total, logits, x[rows], first=rows.start == 0)
+        if total is not dw_part:
+            dw_part.copy_(total)

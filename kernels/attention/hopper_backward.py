@@ -379,15 +379,15 @@ def hopper_backward(
     padded_lse2, delta = torch.empty((2, padded_rows), **fp32)
     dq_sum = torch.empty((padded_rows, head_dim), **fp32)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    # The last is the number of programs that have started.
-    turns = torch.empty(dq_sum.numel() // 4096 + 1, dtype=torch.int32, device=q.device) if launch.ordered else lse2
+    # The last counts programs that have started, or tiles that were taken.
+    turns = torch.empty(dq_sum.numel() // 4096 + 1 if launch.ordered else 1, dtype=torch.int32, device=q.device)
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
     with torch.cuda.device_of(q):
         attention_prepare_kernel[(query_tiles * heads * batch,)](
             out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
-            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered,
+            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered, COUNTED=launch.rolling,
             num_warps=4,
         )  # fmt: skip
         table, tiles = tile_table(cu_seqlens_k, cu_seqlens_q, keys, queries, block_n)
@@ -410,7 +410,7 @@ def hopper_backward(
         masks = {"PACKED": packed, "CAUSAL": causal, "WINDOW": window > 0}
         if launch.rolling:
             hopper_backward_rolling_kernel[(min(instances * tiles, profile.num_sms),)](
-                *descriptors, dq_sum, *outputs, *problem, scale, scale * LOG2E, **masks, num_warps=4, maxnreg=168
+                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks, num_warps=4, maxnreg=168
             )  # fmt: skip
         else:
             _hopper_backward_kernel[(instances * tiles,)](

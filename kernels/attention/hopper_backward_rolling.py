@@ -17,8 +17,6 @@ from fuselm.kernels.attention.hopper_common import (
     matrix,
     mbarrier,
     place_of,
-    position_at,
-    positions_of,
     query_blocks,
     ring,
     store_rows,
@@ -35,37 +33,58 @@ STAGES = tl.constexpr(2)  # of queries; the waits below count on two
 
 
 @gluon_jit
-def _locate_keys(step, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """What a program works on in round `step`; both partitions compute it."""
-    queries, keys, _kv_heads, _group, instances, section, tiles, _query_tiles, window = problem
-    position = position_at(gl.program_id(0), gl.num_programs(0), step)
-    tile, instance = tile_and_head(position, instances, section, tiles)
-    # The first keys meet the most queries: they go first.
-    first, rows, begin, others, other_begin, document = place_of(
-        tiles - 1 - tile, table_ptr, keys, queries, PACKED, 128
-    )
-    block_begin, full_begin, full_end, count = query_blocks(first, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M)
-    return instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count
+def _note(plan, slot, index: tl.constexpr, value):
+    """Writes one number of the plan of a tile."""
+    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    plan.index(16 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
+
+
+@gluon_jit
+def _noted(plan, slot, index: tl.constexpr):
+    one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(plan.index(16 * slot + index).load(one), 0)
 
 
 @gluon_jit
 def _produce(
-    buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
+    buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr, counter_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s = buffers
-    kv_full, q_full, q_empty, do_full, ds_full = barriers
-    _queries, _keys, kv_heads, group, instances, _section, tiles, query_tiles, _window = problem
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
+    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full = barriers
+    queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window = problem
+    number = gl.program_id(0) * 0  # tiles so far
+    used = gl.program_id(0) * 0  # those that had blocks
     done = gl.program_id(0) * 0  # blocks so far
-    used = gl.program_id(0) * 0  # tiles so far that had blocks
-    passed = gl.program_id(0) * 0  # blocks before the last of them
-    for step in range(positions_of(gl.program_id(0), gl.num_programs(0), instances * tiles)):
-        instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
-            _locate_keys(step, table_ptr, problem, PACKED, CAUSAL, WINDOW)
+    passed = gl.program_id(0) * 0  # blocks before the last tile that had some
+    position = gl.atomic_add(counter_ptr, 1)
+    while position < instances * tiles:
+        tile, instance = tile_and_head(position, instances, section, tiles)
+        # The first keys meet the most queries: they go first.
+        first, rows, begin, others, other_begin, document = place_of(
+            tiles - 1 - tile, table_ptr, keys, queries, PACKED, 128
+        )
+        block_begin, full_begin, full_end, count = query_blocks(
+            first, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
         )
         batch = instance // kv_heads
-        kv_head = instance % kv_heads
-        statistics = other_begin // BLOCK_M + document + block_begin  # block in the padded arrays
+        kv_head = instance - batch * kv_heads
+        statistics = other_begin // BLOCK_M + document  # block in the padded arrays
+        slot = number & 1
+        mbarrier.wait(plan_empty.index(slot), number // 2 & 1 ^ 1)
+        _note(plan, slot, 0, count)
+        _note(plan, slot, 1, batch)
+        _note(plan, slot, 2, kv_head)
+        _note(plan, slot, 3, first)
+        _note(plan, slot, 4, rows)
+        _note(plan, slot, 5, begin)
+        _note(plan, slot, 6, others)
+        _note(plan, slot, 7, block_begin)
+        _note(plan, slot, 8, full_begin)
+        _note(plan, slot, 9, full_end)
+        _note(plan, slot, 10, (instance * group * query_tiles + statistics) * BLOCK_M)
+        mbarrier.arrive(plan_full.index(slot), count=1)
+        number += 1
         if count > 0:
             pair = used & 1
             # The keys in this buffer are those of the tile before the last, used until the first pass of the last tile,
@@ -81,7 +100,7 @@ def _produce(
             passed = done
         for member in range(group):
             head = kv_head * group + member
-            padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
+            padded = ((instance * group + member) * query_tiles + statistics + block_begin) * BLOCK_M
             for block in range(count):
                 row = (block_begin + block) * BLOCK_M
                 slot = done % STAGES
@@ -91,12 +110,17 @@ def _produce(
                 tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
                 tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
                 load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
-                if done > 1:
+                if done > 0:
                     # dS of the pass after, which both consumers store behind their use of the dO that is in this slot.
+                    # At the second block there was none, but the phases need somebody who sees each of them.
                     mbarrier.wait(ds_full.index(done - 1 & 1), (done - 1) // 2 & 1)
                 mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
                 load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
                 done += 1
+        position = gl.atomic_add(counter_ptr, 1)
+    mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
+    _note(plan, number & 1, 0, -1)
+    mbarrier.arrive(plan_full.index(number & 1), count=1)
 
 
 @gluon_jit
@@ -111,13 +135,12 @@ def _multiply_dq(ds_s, k_s, number, keys, half: tl.constexpr, ME: tl.constexpr):
 
 @gluon_jit
 def _consume(
-    buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+    buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s = buffers
+    q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_desc, dv_desc = outputs
-    kv_full, q_full, q_empty, do_full, ds_full = barriers
-    _queries, _keys, kv_heads, group, instances, _section, tiles, query_tiles, window = problem
+    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full = barriers
     dtype: tl.constexpr = dk_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     half: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -129,16 +152,28 @@ def _consume(
     zero = gl.inline_asm_elementwise(
         "mov.f32 $0, 0f00000000;", "=f,r", [offsets], dtype=gl.float32, is_pure=True, pack=1
     )
+    number = gl.program_id(0) * 0  # tiles so far
+    used = gl.program_id(0) * 0  # those that had blocks
     passed = gl.program_id(0) * 0  # blocks of the tiles before
-    used = gl.program_id(0) * 0  # tiles before that had blocks
     dq_row = gl.program_id(0) * 0
     # Before the first block, dS is 0.
     ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
     fence_async_shared()
-    for step in range(positions_of(gl.program_id(0), gl.num_programs(0), instances * tiles)):
-        instance, first, rows, begin, others, other_begin, document, block_begin, full_begin, full_end, count = (
-            _locate_keys(step, table_ptr, problem, PACKED, CAUSAL, WINDOW)
-        )
+    mbarrier.wait(plan_full.index(0), 0)
+    count = _noted(plan, 0, 0)
+    while count >= 0:
+        slot = number & 1
+        batch = _noted(plan, slot, 1)
+        kv_head = _noted(plan, slot, 2)
+        first = _noted(plan, slot, 3)
+        rows = _noted(plan, slot, 4)
+        begin = _noted(plan, slot, 5)
+        others = _noted(plan, slot, 6)
+        block_begin = _noted(plan, slot, 7)
+        full_begin = _noted(plan, slot, 8)
+        full_end = _noted(plan, slot, 9)
+        padded = _noted(plan, slot, 10)
+        mbarrier.arrive(plan_empty.index(slot), count=1)
         # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does
         # not exist, none.
         key = first + offsets
@@ -152,7 +187,6 @@ def _consume(
         k = matrix(k_s.index(2 * pair + ME))
         v = matrix(v_s.index(2 * pair + ME))
         block = block_begin
-        padded = ((instance * group) * query_tiles + other_begin // BLOCK_M + document) * BLOCK_M
         if count > 0:
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
@@ -214,10 +248,11 @@ def _consume(
         matrix(out_s.index(2 * ME)).store(dv.to(dtype))
         matrix(out_s.index(2 * ME + 1)).store((dk * scale).to(dtype))
         fence_async_shared()
-        batch = instance // kv_heads
-        kv_head = instance % kv_heads
         store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME), PACKED)
         store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME + 1), PACKED)
+        number += 1
+        mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
+        count = _noted(plan, number & 1, 0)
     if passed > 0:
         mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
         dq = _multiply_dq(ds_s, k_s, passed, (used - 1) & 1, half, ME)
@@ -230,7 +265,7 @@ def _consume(
     do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
 )
 def hopper_backward_rolling_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, dk_desc, dv_desc, table_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -244,24 +279,28 @@ def hopper_backward_rolling_kernel(
     out_s = ring(dk_desc, 4)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
+    # What there is to do: see _note.
+    plan = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    plan_full = barrier_ring(2, 1)
+    plan_empty = barrier_ring(2, 2)
     kv_full = barrier_ring(4, 1)
     q_full = barrier_ring(STAGES, 1)
     q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
     ds_full = barrier_ring(2, 2)
-    buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s)
-    barriers = (kv_full, q_full, q_empty, do_full, ds_full)
+    buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan)
+    barriers = (plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, dk_desc, dv_desc)
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+            (_consume, (buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
                         0, PACKED, CAUSAL, WINDOW)),
-            (_consume, (buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
+            (_consume, (buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
                         1, PACKED, CAUSAL, WINDOW)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, PACKED, CAUSAL, WINDOW)),
+                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW)),
         ],
         [4, 1],
         [240, 24],

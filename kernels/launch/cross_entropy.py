@@ -47,25 +47,43 @@ RING_COLUMNS = 64  # of a chunk as TMA sees it: 128 bytes, one row of its widest
 
 @dataclass(frozen=True)
 class RingLaunch:
-    """Launch of the Hopper kernel that keeps rows in shared memory (cross_entropy_ring.py).
+    """Launch of the Hopper kernels that keep rows in shared memory (cross_entropy_ring.py).
 
     Attributes:
         tile: a chunk is tile x RING_COLUMNS logits; a power of two, at most 256 (what a TMA box may have), and at least
-            4 x num_warps.
+            4 x num_warps and 4 x writers.
         slots: chunks that shared memory holds.
-        num_warps: warps that compute; one more loads, which counts as four.
+        num_warps: warps that compute, or only read where there are writers; producers count as four warps more.
         programs: of them on an SM.
+        writers: warps that write the gradient of a row while the others read the next one; 0 for one group that does
+            both.
+        stream: with writers, of `slots`: how many of them stream what rows of more chunks than `slots` have too much
+            to the readers, and as many to the writers.
     """
 
     tile: int
     slots: int
     num_warps: int
     programs: int = 1
+    writers: int = 0
+    stream: int = 0
 
     @property
     def max_registers(self) -> int:
         """Registers a thread with which `programs` of them fit on an SM of 65,536."""
-        return min(65536 // (32 * (self.num_warps + 4) * self.programs) // 8 * 8, 248)
+        return min(65536 // (32 * (self.num_warps + self.writers + 4) * self.programs) // 8 * 8, 248)
+
+    def slots_of(self, vocab: int) -> tuple[int, int]:
+        """Slots for what stays between the passes over a row of `vocab` logits, and the `stream` that is needed.
+
+        Raises:
+            ValueError: the row does not fit, and no slot streams.
+        """
+        if vocab <= self.slots * self.tile * RING_COLUMNS:
+            return self.slots, 0
+        if self.stream < 1 or self.slots <= 2 * self.stream:
+            raise ValueError(f"{self}: {vocab} logits do not fit in its slots: expected 0 < 2 * stream < slots")
+        return self.slots - 2 * self.stream, self.stream
 
 
 def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:

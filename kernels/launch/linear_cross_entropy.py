@@ -1,4 +1,4 @@
-"""Launch choices of linear_cross_entropy: which part of the logits exists at a time."""
+"""Launch choices of linear_cross_entropy: which part of the logits exists at a time, and where."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import NamedTuple
 _BUFFER_BYTES = 1 << 30
 _MAX_ROWS = 5504
 _MIN_ROWS = 512
-_TILE_ROWS = 128
+_TILE = 128  # rows or columns of a tile of the multiplications
 _FEW_ROWS = 640
-_LEAST_COLUMNS = 512
+_FEW_COLUMNS = 2048
+_LEAST_COLUMNS = 256
+_LENT_TILE = 256
+_VECTORS = 4  # of 16 bytes that a thread holds
 
 
 def row_bytes(vocab: int, itemsize: int) -> int:
@@ -33,35 +36,134 @@ def chunk_rows(rows: int, vocab: int, itemsize: int, memory_budget: int = 0) -> 
         limit = max(memory_budget // size, 1)
     else:
         limit = min(max((_BUFFER_BYTES + _BUFFER_BYTES // 32) // size, _MIN_ROWS), _MAX_ROWS)
-    tile = _TILE_ROWS if limit >= _TILE_ROWS else 1
+    tile = _TILE if limit >= _TILE else 1
     limit = limit // tile * tile
     even = -(-rows // -(-rows // limit))
     return min(-(-even // tile) * tile, rows)
 
 
 class ChunkPlan(NamedTuple):
-    """A chunk of logits.
+    """The logits that exist at a time.
 
     Attributes:
-        rows: of it.
-        columns: of it; 0 for the whole vocabulary.
+        rows: of a chunk, or of a block of a chunk of the vocabulary.
+        columns: of a chunk of the vocabulary, a multiple of 16; 0 for chunks of rows, which have the whole vocabulary.
+        lend: whether the memory of dW holds logits until dW is written to it (`column_chunks`).
     """
 
     rows: int
     columns: int = 0
+    lend: bool = True
 
 
 def chunk_plan(rows: int, vocab: int, itemsize: int, chunk_size: int, memory_budget: int, need_dw: bool) -> ChunkPlan:
     """Chunks of rows, or of the vocabulary where the budget leaves few rows.
 
-    Every chunk of rows reads and writes the fp32 dW, 8·V·dim bytes; chunks of the vocabulary do not, but compute the
-    logits twice, 2·R·V·dim operations. At 700 TFLOP/s and 4.2 TB/s (an H200) the first costs more below 670 rows.
+    Every chunk of rows reads and writes the fp32 dW, 8·V·dim bytes; chunks of the vocabulary do not, but compute (most
+    of) the logits twice, 2·R·V·dim operations. At 700 TFLOP/s and 4.2 TB/s (an H200) the first costs more below 670
+    rows.
     """
     if chunk_size:
         return ChunkPlan(min(chunk_size, max(rows, 1)))
     chunk = chunk_rows(rows, vocab, itemsize, memory_budget)
     if memory_budget and need_dw and chunk < min(rows, _FEW_ROWS):
-        columns = memory_budget // (rows * itemsize) // _TILE_ROWS * _TILE_ROWS
-        if columns >= _LEAST_COLUMNS:
-            return ChunkPlan(rows, min(columns, vocab))
+        plan = _block(rows, vocab, memory_budget // itemsize)
+        if plan.columns >= min(_LEAST_COLUMNS, vocab):
+            return plan
     return ChunkPlan(chunk)
+
+
+def _block(rows: int, vocab: int, elements: int) -> ChunkPlan:
+    """The block of at most `elements` logits: all rows and as many columns as fit, or half of the rows, a quarter...
+    until there are 2048 columns or as many as rows.
+
+    A chunk of columns reads and writes the fp32 dx of all rows, 8·R·dim bytes, so few columns are dear; blocks of a
+    chunk add to an fp32 dW of its columns, which is small enough for the L2 cache.
+    """
+    parts = 1
+    while True:
+        even = -(-rows // parts)
+        block = min(-(-even // _TILE) * _TILE, rows)
+        columns = elements // block
+        columns = columns // _TILE * _TILE or columns // 16 * 16
+        if columns >= min(_FEW_COLUMNS, vocab) or block <= max(columns, _TILE):
+            return ChunkPlan(block, min(columns, -(-vocab // 16) * 16))
+        parts *= 2
+
+
+class ColumnChunk(NamedTuple):
+    """Columns [start, stop) of the logits of all rows.
+
+    Attributes:
+        start, stop: the columns.
+        lent: None where their logits pass through the buffer, block by block; else they all lie from this element on in
+            the memory of dW.
+    """
+
+    start: int
+    stop: int
+    lent: int | None = None
+
+
+def column_chunks(rows: int, vocab: int, columns: int, lendable: int) -> tuple[list[ColumnChunk], list[ColumnChunk]]:
+    """The chunks of the first round (logsumexp) and of the second (gradients), in order, each the whole vocabulary.
+
+    Until dW is written, its memory is free for logits. The second round lends its end to a chunk as wide as leaves
+    room for the dW of all columns up to the chunk's own, then to the next, narrower one, while they are wider than what
+    the buffer holds. The first chunk of both rounds is the same: its logits stay where they are and are computed once
+    (a third of all in 8192 x 4096 x V, a ninth in 16384 x 2048 x V). The first round has the rest of dW's memory too.
+
+    Args:
+        rows, vocab: of the logits.
+        columns: of a chunk that passes through the buffer.
+        lendable: elements, of the size of logits, in dW's memory for one class; 0 to lend nothing.
+    """
+    tile = _LENT_TILE
+    second: list[ColumnChunk] = []
+    start = 0
+    while lendable:
+        width = ((vocab - start) * lendable - 8) // (rows + lendable) // tile * tile
+        if width < max(columns, tile):
+            break
+        second.append(ColumnChunk(start, start + width, (vocab * lendable - rows * width) // 8 * 8))
+        start += width
+    kept = second[:1]
+    free = kept[0].lent or 0 if kept else vocab * lendable
+    first_start = kept[0].stop if kept else 0
+    width = free // rows // tile * tile
+    first = kept + (
+        _evenly(first_start, vocab, width, 0) if width >= max(columns, tile) else _evenly(first_start, vocab, columns)
+    )
+    return first, second + _evenly(start, vocab, columns)
+
+
+def _evenly(start: int, stop: int, columns: int, lent: int | None = None) -> list[ColumnChunk]:
+    # as few chunks of at most `columns` as there can be, of one width but for the last
+    left = stop - start
+    if left == 0:
+        return []
+    tile = next(t for t in (_TILE, 16) if columns % t == 0)
+    even = -(-left // -(-left // columns))
+    width = -(-even // tile) * tile
+    return [ColumnChunk(at, min(at + width, stop), lent) for at in range(start, stop, width)]
+
+
+class BlockLaunch(NamedTuple):
+    """Launch of a kernel over a block of logits, one row a program.
+
+    Attributes:
+        block: logits that a program handles at a time, a power of two.
+        num_warps: warps a program.
+    """
+
+    block: int
+    num_warps: int
+
+
+def block_launch(columns: int, itemsize: int, softcap: bool) -> BlockLaunch:
+    """A row of up to 16 KB in one step, four vectors of 16 bytes a thread (two with a softcap, whose tanh needs the
+    registers)."""
+    vector = 16 // itemsize
+    vectors = _VECTORS // 2 if softcap else _VECTORS
+    block = min(max(1 << max(columns - 1, 0).bit_length(), 32 * vector), 1024 * vector)
+    return BlockLaunch(block, max(block // (32 * vector * vectors), 1))
