@@ -11,7 +11,7 @@ import torch
 from tuning.base import Target
 
 from fuselm.kernels.cross_entropy import cross_entropy
-from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch
+from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch, RingLaunch
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 
 # The first numbers are those that the tables of docs/performance.md show. 50257 has rows that start anywhere.
@@ -80,4 +80,49 @@ TARGETS += [
         bytes_moved=2 * rows * vocab * 2,
     )
     for rows, vocab, candidates in FEW_ROWS
+]
+
+# Rows in shared memory (Hopper): lines of 64 logits a chunk, chunks that shared memory holds, warps, programs an SM;
+# warps that write while those read, slots that stream what does not fit, twice. A chunk of 64 lines is 8 KB: 28 of them
+# fill an SM's 227 KB.
+RINGS = {
+    128256: (
+        (128, 13, 16),
+        (64, 27, 16),
+        (64, 28, 8, 1, 8, 3),
+        (64, 28, 8, 1, 8, 5),
+        (64, 28, 16, 1, 16, 4),
+        (128, 14, 8, 1, 8, 2),
+        (128, 14, 16, 1, 16, 2),
+        (64, 14, 8, 2, 8, 2),
+    ),
+    50304: (
+        (64, 13, 8, 2),
+        (64, 28, 8, 1, 8),
+        (64, 28, 16, 1, 16),
+        (128, 14, 8, 1, 8),
+        (128, 14, 16, 1, 16),
+        (64, 14, 4, 2, 4),
+        (64, 14, 8, 2, 8),
+    ),
+    32000: (
+        (64, 13, 8, 2),
+        (64, 28, 8, 1, 8),
+        (64, 28, 16, 1, 16),
+        (128, 14, 8, 1, 8),
+        (128, 14, 16, 1, 16),
+        (64, 14, 4, 2, 4),
+        (64, 14, 8, 2, 8),
+    ),
+}
+RING_ATTRIBUTE = "fuselm.kernels.cross_entropy_launchers.ring_launch"
+TARGETS += [
+    Target(
+        name=f"cross_entropy ring, forward+backward {rows}x{vocab} bf16",
+        attribute=RING_ATTRIBUTE,
+        candidates=tuple(RingLaunch(*values) for values in RINGS[vocab]),
+        make=partial(_make, rows, vocab, "sum"),
+        bytes_moved=2 * rows * vocab * 2,
+    )
+    for rows, vocab in SHAPES[:3]
 ]
