@@ -387,10 +387,12 @@ def hopper_backward(
         attention_prepare_kernel[(query_tiles * heads * batch,)](
             out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
-            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered, COUNTED=launch.rolling,
-            num_warps=4,
+            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered,
+            COUNTED=launch.rolling, num_warps=4,
         )  # fmt: skip
-        table, tiles = tile_table(cu_seqlens_k, cu_seqlens_q, keys, queries, block_n)
+        table, tiles = tile_table(
+            cu_seqlens_k, cu_seqlens_q, keys, queries, block_n, queries=False, causal=causal, window=window
+        )
         instances = batch * kv_heads
         section = (
             instances

@@ -16,7 +16,10 @@ from fuselm.kernels.attention.hopper_common import (
     load_rows,
     matrix,
     mbarrier,
+    note,
+    noted,
     place_of,
+    plan_ring,
     query_blocks,
     ring,
     store_rows,
@@ -30,19 +33,6 @@ from fuselm.kernels.attention.hopper_dq import add_dq
 
 BLOCK_M = tl.constexpr(128)
 STAGES = tl.constexpr(2)  # of queries; the waits below count on two
-
-
-@gluon_jit
-def _note(plan, slot, index: tl.constexpr, value):
-    """Writes one number of the plan of a tile."""
-    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    plan.index(16 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
-
-
-@gluon_jit
-def _noted(plan, slot, index: tl.constexpr):
-    one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(plan.index(16 * slot + index).load(one), 0)
 
 
 @gluon_jit
@@ -72,17 +62,17 @@ def _produce(
         statistics = other_begin // BLOCK_M + document  # block in the padded arrays
         slot = number & 1
         mbarrier.wait(plan_empty.index(slot), number // 2 & 1 ^ 1)
-        _note(plan, slot, 0, count)
-        _note(plan, slot, 1, batch)
-        _note(plan, slot, 2, kv_head)
-        _note(plan, slot, 3, first)
-        _note(plan, slot, 4, rows)
-        _note(plan, slot, 5, begin)
-        _note(plan, slot, 6, others)
-        _note(plan, slot, 7, block_begin)
-        _note(plan, slot, 8, full_begin)
-        _note(plan, slot, 9, full_end)
-        _note(plan, slot, 10, (instance * group * query_tiles + statistics) * BLOCK_M)
+        note(plan, slot, 0, count)
+        note(plan, slot, 1, batch)
+        note(plan, slot, 2, kv_head)
+        note(plan, slot, 3, first)
+        note(plan, slot, 4, rows)
+        note(plan, slot, 5, begin)
+        note(plan, slot, 6, others)
+        note(plan, slot, 7, block_begin)
+        note(plan, slot, 8, full_begin)
+        note(plan, slot, 9, full_end)
+        note(plan, slot, 10, (instance * group * query_tiles + statistics) * BLOCK_M)
         mbarrier.arrive(plan_full.index(slot), count=1)
         number += 1
         if count > 0:
@@ -119,7 +109,7 @@ def _produce(
                 done += 1
         position = gl.atomic_add(counter_ptr, 1)
     mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
-    _note(plan, number & 1, 0, -1)
+    note(plan, number & 1, 0, -1)
     mbarrier.arrive(plan_full.index(number & 1), count=1)
 
 
@@ -160,20 +150,16 @@ def _consume(
     ds_s.index(ME).store(gl.zeros([64, BLOCK_M], dtype, scores))
     fence_async_shared()
     mbarrier.wait(plan_full.index(0), 0)
-    count = _noted(plan, 0, 0)
+    count = noted(plan, 0, 0)
     while count >= 0:
         slot = number & 1
-        batch = _noted(plan, slot, 1)
-        kv_head = _noted(plan, slot, 2)
-        first = _noted(plan, slot, 3)
-        rows = _noted(plan, slot, 4)
-        begin = _noted(plan, slot, 5)
-        others = _noted(plan, slot, 6)
-        block_begin = _noted(plan, slot, 7)
-        full_begin = _noted(plan, slot, 8)
-        full_end = _noted(plan, slot, 9)
-        padded = _noted(plan, slot, 10)
-        mbarrier.arrive(plan_empty.index(slot), count=1)
+        first = noted(plan, slot, 3)
+        rows = noted(plan, slot, 4)
+        others = noted(plan, slot, 6)
+        block_begin = noted(plan, slot, 7)
+        full_begin = noted(plan, slot, 8)
+        full_end = noted(plan, slot, 9)
+        padded = noted(plan, slot, 10)
         # Queries from `low` on see a key (which may be below 0), with a window those below low + window; one that does
         # not exist, none.
         key = first + offsets
@@ -248,11 +234,18 @@ def _consume(
         matrix(out_s.index(2 * ME)).store(dv.to(dtype))
         matrix(out_s.index(2 * ME + 1)).store((dk * scale).to(dtype))
         fence_async_shared()
+        # Again, as there are no registers to hold them through the tile.
+        batch = noted(plan, number & 1, 1)
+        kv_head = noted(plan, number & 1, 2)
+        first = noted(plan, number & 1, 3)
+        rows = noted(plan, number & 1, 4)
+        begin = noted(plan, number & 1, 5)
+        mbarrier.arrive(plan_empty.index(number & 1), count=1)
         store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME), PACKED)
         store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME + 1), PACKED)
         number += 1
         mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
-        count = _noted(plan, number & 1, 0)
+        count = noted(plan, number & 1, 0)
     if passed > 0:
         mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
         dq = _multiply_dq(ds_s, k_s, passed, (used - 1) & 1, half, ME)
@@ -279,8 +272,7 @@ def hopper_backward_rolling_kernel(
     out_s = ring(dk_desc, 4)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-    # What there is to do: see _note.
-    plan = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    plan = plan_ring()
     plan_full = barrier_ring(2, 1)
     plan_empty = barrier_ring(2, 2)
     kv_full = barrier_ring(4, 1)

@@ -130,6 +130,26 @@ def barrier_ring(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
 
 
 @gluon_jit
+def plan_ring():
+    """Two plans of 16 ints in shared memory, in which the producer tells the consumers what a tile is."""
+    return gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon_jit
+def note(plan, slot, index: tl.constexpr, value):
+    """Writes a number of a plan, from a warp."""
+    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    plan.index(16 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
+
+
+@gluon_jit
+def noted(plan, slot, index: tl.constexpr):
+    """A number of a plan, for a warpgroup."""
+    one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(plan.index(16 * slot + index).load(one), 0)
+
+
+@gluon_jit
 def matrix(buffer):
     """A buffer of a descriptor's block shape, [1, rows, 1, head_dim] or with one more 1, as [rows, head_dim]."""
     rows: tl.constexpr = buffer.shape[len(buffer.shape) - 3]
@@ -257,32 +277,94 @@ def place_of(tile, table_ptr, rows, others, PACKED: tl.constexpr, ROWS: tl.const
         return tile * ROWS, rows, tile * 0, others, tile * 0, tile * 0
 
 
-@jit(do_not_specialize=["rows", "others", "documents"])
-def _tile_table_kernel(table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, BLOCK: tl.constexpr):
+@jit
+def _work(first, rows, others, window, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """How many of the others a tile meets; -1 where the tile is empty."""
+    begin = first * 0
+    end = others
+    last = tl.minimum(first + BLOCK, rows) - 1
+    shift = others - rows
+    if QUERIES:
+        if CAUSAL:
+            end = tl.minimum(end, last + shift + 1)
+        if WINDOW:
+            begin = tl.maximum(begin, first + shift - window + 1)
+    else:
+        if CAUSAL:
+            begin = tl.maximum(begin, first + shift)
+        if WINDOW:
+            end = tl.minimum(end, last + shift + window)
+    return tl.where(first < rows, tl.maximum(end - begin, 0), -1)
+
+
+@jit(do_not_specialize=["rows", "others", "documents", "window"])
+def _tile_table_kernel(
+    table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
+    QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
     first, length, begin, other_length, other_begin = locate(
         tile, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
     )
-    entry = table_ptr + tile * 8
+    work = _work(first, length, other_length, window, QUERIES, CAUSAL, WINDOW, BLOCK)
+    place = tl.zeros((), tl.int32)  # how many tiles have less work
+    for start in range(0, tiles, 128):
+        each = start + tl.arange(0, 128)
+        each_first, each_length, _begin, each_others, _other_begin = locate(
+            each, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
+        )
+        each_work = _work(each_first, each_length, each_others, window, QUERIES, CAUSAL, WINDOW, BLOCK)
+        less = (each_work < work) | ((each_work == work) & (each < tile))
+        place += tl.sum((less & (each < tiles)).to(tl.int32), 0)
+    if not QUERIES:
+        place = tiles - 1 - place
+    entry = table_ptr + place * 8
     tl.store(entry, first)
     tl.store(entry + 1, length)
     tl.store(entry + 2, begin)
     tl.store(entry + 3, other_length)
     tl.store(entry + 4, other_begin)
     tl.store(entry + 5, tile - begin // BLOCK - first // BLOCK)
+    tl.store(table_ptr + tiles * 8, 0, mask=tile == 0)
 
 
 def tile_table(
-    cu_rows: torch.Tensor | None, cu_others: torch.Tensor | None, rows: int, others: int, block: int
+    cu_rows: torch.Tensor | None,
+    cu_others: torch.Tensor | None,
+    rows: int,
+    others: int,
+    block: int,
+    *,
+    queries: bool,
+    causal: bool,
+    window: int,
 ) -> tuple[torch.Tensor | None, int]:
-    """The tiles of `block` rows over packed documents, as `locate` counts them: (tiles, TABLE_COLUMNS) int32 with
-    first row within the document, rows of the document, where they begin, others, where they begin, number of the
-    document; and how many tiles there are. Without documents (None, tiles)."""
+    """The tiles of `block` rows over packed documents, sorted by their work, and how many there are.
+
+    Args:
+        cu_rows: (documents + 1,) int32, or None for no documents.
+        cu_others: the same of the other side.
+        rows: over all documents.
+        others: over all documents.
+        block: rows of a tile.
+        queries: whether the rows are queries, whose tiles are sorted with the longest last; those of keys are sorted
+            with the longest first: both as without documents under a causal mask.
+        causal: whether a causal mask cuts the work.
+        window: its width, 0 for none.
+
+    Returns:
+        (tiles + 1, TABLE_COLUMNS) int32 with first row within the document, rows of the document, where they begin,
+        others, where they begin, number of the document, and a last entry that starts with a 0 to count with;
+        without documents None. And the number of tiles.
+    """
     if cu_rows is None or cu_others is None:
         return None, -(-rows // block)
     tiles = rows // block + cu_rows.shape[0]
-    table = torch.empty((tiles, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
+    table = torch.empty((tiles + 1, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
     _tile_table_kernel[(tiles,)](
-        table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, BLOCK=block, num_warps=1
-    )
+        table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, window,
+        QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block, num_warps=1,
+    )  # fmt: skip
     return table, tiles

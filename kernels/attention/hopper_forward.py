@@ -4,7 +4,8 @@ A producer warp loads tiles by TMA into rings of shared memory; two or three con
 multiply, and take turns at issuing products, so that one's softmax meets the other's. The product Q·Kᵀ of a block is
 issued before P·V of the one before, so that the softmax of one block runs beside a product of its own consumer, too. P
 stays in registers as the left operand. One program an SM takes tiles in turn, the longest first, and loads the next
-tile's queries while the last products of this one are still running.
+tile's queries while the last products of this one are still running; which tile, the producer finds out and tells the
+consumers. Documents make tiles of any length: there programs take them from a counter.
 
 Formulas, outputs and units as in portable.py.
 """
@@ -24,9 +25,11 @@ from fuselm.kernels.attention.hopper_common import (
     load_rows,
     matrix,
     mbarrier,
+    note,
+    noted,
     place_of,
+    plan_ring,
     position_at,
-    positions_of,
     ring,
     rows_descriptor,
     split_blocks,
@@ -41,26 +44,50 @@ from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forwa
 
 
 @gluon_jit
+def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
+    """The place of a program's next tile: from a counter, or the program's share by position."""
+    if COUNTED:
+        return gl.atomic_add(counter_ptr, 1)
+    else:
+        return position_at(gl.program_id(0), gl.num_programs(0), step)
+
+
+@gluon_jit
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, _o_s, _hold_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
+    q_s, k_s, v_s, _o_s, _hold_s, plan = buffers
+    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
     queries, keys, heads, instances, section, tiles, window = problem
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    done = program * 0  # key blocks loaded so far, over all tiles: it gives the ring's slot and phase
-    for step in range(positions_of(program, programs, instances * tiles)):
-        tile, instance = tile_and_head(position_at(program, programs, step), instances, section, tiles)
+    counter_ptr = table_ptr + tiles * 8
+    done = gl.program_id(0) * 0  # key blocks loaded so far, over all tiles: it gives the ring's slot and phase
+    step = gl.program_id(0) * 0
+    position = _next_place(counter_ptr, step, PACKED)
+    while position < instances * tiles:
+        tile, instance = tile_and_head(position, instances, section, tiles)
         first, rows, begin, others, other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
         batch = instance // heads
-        head = instance % heads
-        block_begin, _full_begin, _full_end, count = key_blocks(
+        head = instance - batch * heads
+        block_begin, full_begin, full_end, count = key_blocks(
             first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
         )
+        full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
+        slot = step & 1
+        mbarrier.wait(plan_empty.index(slot), step // 2 & 1 ^ 1)
+        note(plan, slot, 0, count)
+        note(plan, slot, 1, batch)
+        note(plan, slot, 2, head)
+        note(plan, slot, 3, first)
+        note(plan, slot, 4, rows)
+        note(plan, slot, 5, begin)
+        note(plan, slot, 6, others)
+        note(plan, slot, 7, block_begin + count - 1)
+        note(plan, slot, 8, full_from)
+        note(plan, slot, 9, full_to)
+        mbarrier.arrive(plan_full.index(slot), count=1)
         for i in range(count):
             row = (block_begin + count - 1 - i) * BLOCK_N
             slot = done % STAGES
@@ -81,6 +108,11 @@ def _produce(
                 v_desc, batch, other_begin, others, row, head // group, v_full.index(slot), v_s.index(slot), PACKED
             )
             done += 1
+        step += 1
+        position = _next_place(counter_ptr, step, PACKED)
+    mbarrier.wait(plan_empty.index(step & 1), step // 2 & 1 ^ 1)
+    note(plan, step & 1, 0, 0)
+    mbarrier.arrive(plan_full.index(step & 1), count=1)
 
 
 @gluon_jit
@@ -175,32 +207,32 @@ def _step(
 
 @gluon_jit
 def _consume(
-    buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+    buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, o_s, hold_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
-    queries, keys, heads, instances, section, tiles, window = problem
+    q_s, k_s, v_s, o_s, hold_s, plan = buffers
+    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
     dtype: tl.constexpr = o_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, output, 2)
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
     q = matrix(q_s.index(ME))
     o = o_s.index(ME)
     hold = hold_s.index(ME)
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
-    done = program * 0
-    turn = program * 0
-    for step in range(positions_of(program, programs, instances * tiles)):
-        tile, instance = tile_and_head(position_at(program, programs, step), instances, section, tiles)
-        first, rows, begin, others, _other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
-        block_begin, full_begin, full_end, count = key_blocks(
-            first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
-        )
+    done = gl.program_id(0) * 0
+    turn = gl.program_id(0) * 0
+    step = gl.program_id(0) * 0
+    mbarrier.wait(plan_full.index(0), 0)
+    count = noted(plan, 0, 0)
+    while count > 0:
+        first = noted(plan, step & 1, 3)
+        rows = noted(plan, step & 1, 4)
+        others = noted(plan, step & 1, 6)
+        last = noted(plan, step & 1, 7)
+        full_from = noted(plan, step & 1, 8)
+        full_to = noted(plan, step & 1, 9)
         row = first + offs_m
         high = gl.zeros([64], gl.int32, gl.SliceLayout(1, scores)) + others
         low = high
@@ -211,7 +243,6 @@ def _consume(
         row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
         row_sum = 0.0
         acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
-        last = block_begin + count - 1
         slot = done % STAGES
         mbarrier.wait(q_full.index(ME), step & 1)
         mbarrier.wait(k_full.index(slot), done // STAGES & 1)
@@ -223,7 +254,6 @@ def _consume(
             s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, True, BLOCK_N, scores
         )
         p = _packed(p, dtype)
-        full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
@@ -254,14 +284,25 @@ def _consume(
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
         lse2 = gl.where(seen, row_max * score_scale + gl.log2(total), float("-inf"))
-        gl.store(lse2_ptr + (instance.to(gl.int64) * queries + begin) + row, lse2, mask=row < rows)
+        # Again, as there are no registers to hold them through the tile.
+        batch = noted(plan, step & 1, 1)
+        head = noted(plan, step & 1, 2)
+        first = noted(plan, step & 1, 3)
+        rows = noted(plan, step & 1, 4)
+        begin = noted(plan, step & 1, 5)
+        mbarrier.arrive(plan_empty.index(step & 1), count=1)
+        row = first + offs_m
+        gl.store(lse2_ptr + ((batch * heads + head).to(gl.int64) * queries + begin) + row, lse2, mask=row < rows)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
         matrix(o).store(acc.to(dtype))
         fence_async_shared()
-        store_rows(o_desc, instance // heads, begin, rows, first + 64 * ME, instance % heads, o, PACKED)
+        store_rows(o_desc, batch, begin, rows, first + 64 * ME, head, o, PACKED)
+        step += 1
+        mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
+        count = noted(plan, step & 1, 0)
     tma.store_wait(0)
 
 
@@ -276,6 +317,9 @@ def _hopper_forward_kernel(
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
     v_s = ring(v_desc, STAGES)
+    plan = plan_ring()
+    plan_full = barrier_ring(2, 1)
+    plan_empty = barrier_ring(2, CONSUMERS)
     q_full = barrier_ring(CONSUMERS, 1)
     q_empty = barrier_ring(CONSUMERS, 1)
     turns = barrier_ring(CONSUMERS, 1)
@@ -285,16 +329,16 @@ def _hopper_forward_kernel(
     v_empty = barrier_ring(STAGES, CONSUMERS)
     mbarrier.arrive(turns.index(0), count=1)
     hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    buffers = (q_s, k_s, v_s, o_s, hold_s)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    buffers = (q_s, k_s, v_s, o_s, hold_s, plan)
+    barriers = (plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     problem = (queries, keys, heads, instances, section, tiles, window)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
-                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
@@ -305,11 +349,11 @@ def _hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
-                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
-                (_consume, (buffers, barriers, problem, o_desc, lse2_ptr, table_ptr, score_scale,
+                (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
@@ -345,11 +389,10 @@ def hopper_forward(
     packed = cu_seqlens_q is not None
     head_bytes = 2 * keys * head_dim * q.element_size() // group
     with torch.cuda.device_of(q):
-        table, tiles = tile_table(cu_seqlens_q, cu_seqlens_k, queries, keys, launch.block_m)
-        positions = batch * heads * tiles
-        # Documents make tiles of any length: there the hardware hands them out, as programs end.
-        programs = positions if packed else min(positions, profile.num_sms)
-        _hopper_forward_kernel[(programs,)](
+        table, tiles = tile_table(
+            cu_seqlens_q, cu_seqlens_k, queries, keys, launch.block_m, queries=True, causal=causal, window=window
+        )
+        _hopper_forward_kernel[(min(batch * heads * tiles, profile.num_sms),)](
             rows_descriptor(q, 64, packed),
             rows_descriptor(k, launch.block_n, packed),
             rows_descriptor(v, launch.block_n, packed),

@@ -18,18 +18,22 @@ def locate(tile, cu_rows_ptr, cu_others_ptr, rows, others, documents, PACKED: tl
     needs, can be computed without a prefix sum, and needs no longest length. Rows behind the last document form one
     more document, which meets nothing.
 
+    `tile` may be a tensor of numbers.
+
     Returns:
         (first row of the tile within its document, rows of the document, where they begin in the tensor, others of the
         document, where they begin), all int32. The tile is empty where the first is not below the second.
     """
     if PACKED:
-        low = tl.full((), 0, tl.int32)
+        low = tile * 0
         high = low + documents
-        while low < high:
+        span = documents
+        while span > 0:  # the last document that begins at or before the tile, by halves
             middle = (low + high + 1) // 2
             owns = tl.load(cu_rows_ptr + middle) // BLOCK + middle <= tile
             low = tl.where(owns, middle, low)
-            high = tl.where(owns, high, middle - 1)
+            high = tl.where(owns, high, tl.maximum(middle - 1, low))
+            span = span // 2
         behind = tl.minimum(low + 1, documents)
         row_begin = tl.load(cu_rows_ptr + low)
         row_end = tl.where(low < documents, tl.minimum(tl.load(cu_rows_ptr + behind), rows), rows)
