@@ -11,7 +11,7 @@ multiplication is the rounding of dW to its dtype. It writes in place because th
 second backward pass (retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by
 row) run the chunks again, a fourth multiplication, with the gradients known beforehand.
 
-A memory budget of few rows has the chunks cut the vocabulary instead: vocab_chunks.py.
+A memory budget of few rows has the chunks cut the vocabulary instead, in blocks of rows: vocab_chunks.py.
 
 Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32. Floor: three multiplications,
 6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of logits, dx, dW.
@@ -388,8 +388,8 @@ def linear_cross_entropy(
         chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 5504.
         memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
             shrink with it: dx in the dtype of the multiplications, dweight in fp32. Where only few rows of logits fit,
-            chunks of the vocabulary take their place: the logits are computed twice, dx is summed in fp32, and no
-            fp32 dweight exists.
+            blocks of chunks of the vocabulary take their place: most logits are computed twice, dx is summed in fp32
+            (4 bytes an element of x beside the result), and of dweight only the sums of one chunk are fp32, if any.
         backend: "auto", "triton" or "reference"; the reference holds all logits.
 
     Returns:

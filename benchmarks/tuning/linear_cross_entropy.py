@@ -1,16 +1,24 @@
 """Chunks to try for linear_cross_entropy, forward and backward together, and its parts alone, which say where the time
-goes: the three multiplications of one chunk, the loss over it, the rounding of dweight to bf16."""
+goes: the three multiplications of one chunk, the loss over it, the rounding of dweight to bf16.
+
+With "budget" in their names: blocks of chunks of the vocabulary where the buffer of logits is no larger than Liger's,
+and the parts of such a run, each with the others left out:
+
+    python benchmarks/tune.py linear_cross_entropy --only budget --rounds 9 --budget-s 60
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from tuning.base import Target
+from tuning.base import Target, some_rows
 
 from fuselm.kernels import linear_cross_entropy as module
+from fuselm.kernels import vocab_chunks
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import launch_forward
 from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan
@@ -19,6 +27,41 @@ from fuselm.kernels.loss_scaling import launch_multiply
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304), (32768, 768, 50257))
 CHUNK = 4096
 PARTS = ("logits", "loss", "dx", "dweight of the first chunk", "dweight of a later chunk", "dweight to bf16")
+LIGER_ROWS = {4096: 256, 2048: 512, 768: 512}  # of Liger's buffer of logits, by dim
+BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
+    4096: (
+        ChunkPlan(8192, 3968, lend=False),
+        ChunkPlan(8192, 2048),
+        ChunkPlan(4096, 7936),
+        ChunkPlan(4096, 4096),
+        ChunkPlan(4096, 4096, lend=False),
+        ChunkPlan(2048, 8192),
+    ),
+    2048: (
+        ChunkPlan(8192, 7936),
+        ChunkPlan(16384, 3968, lend=False),
+        ChunkPlan(8192, 4096),
+        ChunkPlan(16384, 2048),
+        ChunkPlan(4096, 8192),
+        ChunkPlan(4096, 4096, lend=False),
+        ChunkPlan(8192, 7936, lend=False),
+        ChunkPlan(512),
+    ),
+    768: (
+        ChunkPlan(16384, 1536),
+        ChunkPlan(4096, 6144),
+        ChunkPlan(5504, 4608),
+        ChunkPlan(5632, 4480),
+        ChunkPlan(4096, 4096),
+        ChunkPlan(8192, 2048),
+        ChunkPlan(11008, 2304),
+        ChunkPlan(2048, 6144),
+        ChunkPlan(8192, 1536),
+        ChunkPlan(4096, 3072),
+        ChunkPlan(32768, 768),
+    ),
+}
+STEPS = ("multiply_logits", "launch_block_sums", "launch_block_gradient", "accumulate_dx", "dweight")
 ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_plan"
 
 
@@ -47,6 +90,64 @@ def _whole(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[Calla
         return total / rows
 
     return run, reference
+
+
+def _budgeted(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    liger_rows = LIGER_ROWS[dim]
+    rows, dim, vocab = (rows, dim, vocab) if device.type == "cuda" else (32, 8, 64)
+    x, weight, targets = _inputs(rows, dim, vocab, device)
+    some, classes = some_rows(rows), some_rows(vocab)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        loss = module.linear_cross_entropy(x, weight, targets, memory_budget=liger_rows * vocab * 2)
+        dx, dw = torch.autograd.grad(loss, (x, weight), torch.ones_like(loss))
+        return loss.detach(), dx[some], dw[classes]
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        xs, w = x.detach(), weight.detach()
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        dw = torch.zeros_like(w[classes], dtype=torch.float32)
+        chosen = torch.arange(vocab, device=device)[classes]
+        for part, ts in zip(xs.split(1024), targets.split(1024), strict=True):
+            logits = (part @ w.t()).float()
+            total += torch.nn.functional.cross_entropy(logits, ts, reduction="sum").double()
+            p = (logits[:, classes] - logits.logsumexp(1, keepdim=True)).exp()
+            dw += (p - (ts[:, None] == chosen).float()).t() @ part.float()
+        p = (xs[some] @ w.t()).float().softmax(1)
+        p[torch.arange(p.shape[0], device=device), targets[some]] -= 1
+        return total / rows, p @ w.float() / rows, dw / rows
+
+    return run, reference
+
+
+@contextlib.contextmanager
+def _only(kept: str) -> Iterator[None]:
+    # of the steps of vocab_chunks only this one; or the whole first round
+    functions = {name: [name] for name in STEPS} | {"dweight": ["multiply_dw", "accumulate_dw"]}
+    dropped = [f for step, names in functions.items() if step != kept for f in names]
+    if kept == "first round":
+        dropped = ["second_round"]
+    before = {name: getattr(vocab_chunks, name) for name in dropped}
+    for name in dropped:
+        setattr(vocab_chunks, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(vocab_chunks, name, function)
+
+
+def _step(
+    kept: str, rows: int, dim: int, vocab: int, device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    whole, _ = _budgeted(rows, dim, vocab, device)
+
+    def run() -> None:
+        with _only(kept):
+            whole()
+
+    whole()  # so that memory that a step left out would have filled holds what it wrote here, not zeros
+    return run, lambda: None
 
 
 def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -110,5 +211,26 @@ TARGETS: list[Target] = [
         )
         for _, dim, vocab in SHAPES
         for part in PARTS
+    ),
+    *(
+        Target(
+            name=f"linear_cross_entropy budget of Liger's buffer {rows}x{dim}x{vocab} bf16",
+            attribute=ATTRIBUTE,
+            candidates=BLOCKS[dim],
+            make=partial(_budgeted, rows, dim, vocab),
+            bytes_moved=0,
+        )
+        for rows, dim, vocab in SHAPES[:3]
+    ),
+    *(
+        Target(
+            name=f"linear_cross_entropy budget, only {step} {rows}x{dim}x{vocab} bf16",
+            attribute=ATTRIBUTE,
+            candidates=(),
+            make=partial(_step, step, rows, dim, vocab),
+            bytes_moved=0,
+        )
+        for rows, dim, vocab in SHAPES[:3]
+        for step in ("first round", *STEPS)
     ),
 ]

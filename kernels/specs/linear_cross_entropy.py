@@ -12,7 +12,14 @@ from fuselm.kernels.specs.base import Case, Direction, KernelSpec, randn
 from fuselm.kernels.specs.cross_entropy import OPTIONS, draw_targets, plain_cross_entropy
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_size: int = 0, **options: Any) -> Any:
+def _plain(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_size: int = 0,
+    memory_budget: int = 0,
+    **options: Any,
+) -> Any:
     return plain_cross_entropy(torch.nn.functional.linear(x, weight), targets, **options)
 
 
@@ -23,7 +30,7 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: tor
         "x": randn((*case["rows"], dim), dtype, device, generator),
         "weight": weight.requires_grad_(),
         "targets": draw_targets(case, device, generator),
-    } | {name: case[name] for name in (*OPTIONS, "chunk_size") if name in case}
+    } | {name: case[name] for name in (*OPTIONS, "chunk_size", "memory_budget") if name in case}
 
 
 def _bytes(case: Case, dtype: torch.dtype, direction: Direction) -> int:
@@ -59,10 +66,14 @@ _GPU: tuple[Case, ...] = (
     {"rows": (513,), "vocab": 128256, "dim": 256, "z_loss": 1e-4, "chunk_size": 256},
     {"rows": (1000,), "vocab": 1024, "dim": 256, "ignored": 1.0, "chunk_size": 128},
     {"rows": (777,), "vocab": 32000, "dim": 512, "softcap": 30.0, "reduction": "sum"},
+    {"rows": (4000,), "vocab": 50257, "dim": 256, "memory_budget": 2**23, "return_lse": True, "label_smoothing": 0.1},
+    {"rows": (2000,), "vocab": 50257, "dim": 1024, "memory_budget": 2**23},
 )
 _EVERYTHING = {"return_lse": True, "z_loss": 1e-4, "label_smoothing": 0.1, "softcap": 30.0}
 _AOT: tuple[Case, ...] = (
     {"rows": (4,), "vocab": 128256, "dim": 8},
+    {"rows": (4,), "vocab": 50257, "dim": 8, "memory_budget": 2**17},
+    {"rows": (4,), "vocab": 50257, "dim": 8, "memory_budget": 2**17} | _EVERYTHING,
     {"rows": (4,), "vocab": 50257, "dim": 8, "reduction": "none"},
     {"rows": (4,), "vocab": 32000, "dim": 8} | _EVERYTHING,
 )

@@ -7,26 +7,26 @@ import itertools
 import pytest
 import torch
 
-import fuselm.kernels.launch.linear_cross_entropy as launch
-from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, chunk_plan
+import fuselm.kernels.linear_cross_entropy as module
+import fuselm.kernels.vocab_chunks as vocab_chunks
+from fuselm.kernels.launch import linear_cross_entropy as launch
+from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, chunk_plan, column_chunks
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
 from fuselm.kernels.numerics import check_budget
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 
-ROWS, DIM = 11, 24
+ROWS, DIM = 7, 16
+ALL_ROWS = ChunkPlan(ROWS, 32, lend=False)
+LENT = ChunkPlan(ROWS, 16)  # of 81 columns two chunks are lent, two pass through the buffer
+BLOCKS = ChunkPlan(4, 16, lend=False)
+BOTH = ChunkPlan(4, 32)
 
 
 @pytest.fixture
-def narrow(monkeypatch):
-    """Sizes at which the small cases here take the chunks of the vocabulary: columns are multiples of 16."""
-    monkeypatch.setattr(launch, "_TILE_ROWS", 16)
-    monkeypatch.setattr(launch, "_LEAST_COLUMNS", 16)
-
-
-def budget(columns: int, itemsize: int, vocab: int) -> int:
-    found = columns * ROWS * itemsize
-    assert chunk_plan(ROWS, vocab, itemsize, 0, found, True) == ChunkPlan(ROWS, columns)
-    return found
+def plan(monkeypatch):
+    """Sets the plan of memory budgets, whatever they are, and the tile of lent chunks to what small cases can have."""
+    monkeypatch.setattr(launch, "_LENT_TILE", 16)
+    return lambda value: monkeypatch.setattr(module, "chunk_plan", lambda *_: value)
 
 
 def make(vocab, device, generator, dtype=torch.float32):
@@ -51,15 +51,17 @@ def gradients(x, w, targets, upstream=None, lse_upstream=None, dtype=None, **opt
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("vocab", [64, 81])
-def test_every_combination_of_options(vocab, reduction, narrow, device, generator):
-    x, w, targets = make(vocab, device, generator)
+def test_every_combination_of_options(reduction, plan, device, generator):
+    x, w, targets = make(49, device, generator)
     upstream = torch.rand(ROWS if reduction == "none" else (), device=device, generator=generator) + 0.5
     lse_upstream = torch.randn(ROWS, device=device, generator=generator)
-    for smoothing, z_loss, softcap, lse in itertools.product((0.0, 0.1), (0.0, 1e-2), (None, 5.0), (False, True)):
+    plans = itertools.cycle((LENT, BLOCKS, BOTH))
+    for smoothing, z_loss, softcap in itertools.product((0.0, 0.1), (0.0, 1e-2), (None, 5.0)):
+        plan(next(plans))
+        lse = (smoothing > 0) != (z_loss > 0)
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "return_lse": lse}
         everything = (x, w, targets, upstream, lse_upstream if lse else None)
-        options |= {"reduction": reduction, "memory_budget": budget(16, 4, vocab)}
+        options |= {"reduction": reduction, "memory_budget": 4096}
         ours = gradients(*everything, **options)
         exact, plain = (gradients(*everything, dtype=d, **options) for d in (torch.float64, torch.float32))
         for name, a, e, p in zip(("loss", "dx", "dw"), ours, exact, plain, strict=True):
@@ -67,61 +69,125 @@ def test_every_combination_of_options(vocab, reduction, narrow, device, generato
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_dtypes_and_who_needs_a_gradient(dtype, narrow, device, generator):
+def test_dtypes_and_who_needs_a_gradient(dtype, plan, device, generator):
     x, w, targets = make(81, device, generator, dtype)
-    size = budget(32, 2, 81)
     rows = gradients(x, w, targets)
-    columns = gradients(x, w, targets, memory_budget=size)
-    assert columns[2].dtype == dtype
     tolerance = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-9
-    for a, b in zip(columns, rows, strict=True):
-        assert (a - b).abs().max() <= tolerance * b.abs().max()
-    frozen = linear_cross_entropy(x.detach(), w, targets, backend="triton", memory_budget=size)
-    assert torch.equal(torch.autograd.grad(frozen, w)[0], columns[2])
+    for value in (LENT, BLOCKS):
+        plan(value)
+        columns = gradients(x, w, targets, memory_budget=4096)
+        assert columns[2].dtype == dtype
+        for a, b in zip(columns, rows, strict=True):
+            assert (a - b).abs().max() <= tolerance * b.abs().max()
+        frozen = linear_cross_entropy(x.detach(), w, targets, backend="triton", memory_budget=4096)
+        assert torch.equal(torch.autograd.grad(frozen, w)[0], columns[2])
 
 
-def test_autocast_gives_the_weight_its_dtype(narrow, device, generator):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_the_weight_its_dtype(dtype, plan, device, generator):
     x, w, targets = make(81, device, generator)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        loss = linear_cross_entropy(x, w, targets, backend="triton", memory_budget=budget(16, 2, 81))
-    dx, dw = torch.autograd.grad(loss, (x, w))
-    assert dx.dtype == dw.dtype == torch.float32
-    expected = gradients(x, w, targets, dtype=torch.float64)
-    for a, b in zip((dx, dw), expected[1:], strict=True):
-        assert (a - b).abs().max() <= 0.05 * b.abs().max()
+    w = w.detach().to(torch.float32 if dtype == torch.bfloat16 else dtype).requires_grad_()
+    for value in (LENT, BLOCKS):
+        plan(value)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = linear_cross_entropy(x, w, targets, backend="triton", memory_budget=4096)
+        dx, dw = torch.autograd.grad(loss, (x, w))
+        assert dx.dtype == torch.float32 and dw.dtype == w.dtype
+        expected = gradients(x, w, targets, dtype=torch.float64)
+        for a, b in zip((dx, dw), expected[1:], strict=True):
+            assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
-def test_ignored_rows_and_impossible_targets(narrow, device, generator):
-    x, w, targets = make(81, device, generator)
-    options = {"reduction": "none", "memory_budget": budget(16, 4, 81)}
+@pytest.mark.parametrize("value", [LENT, BLOCKS], ids=["lent", "blocks"])
+def test_ignored_rows_and_impossible_targets(value, plan, device, generator):
+    x, w, targets = make(49, device, generator)
+    plan(value)
+    options = {"reduction": "none", "memory_budget": 4096}
     loss, dx, _ = gradients(x, w, torch.full_like(targets, -100), **options)
     assert (loss == 0).all() and (dx == 0).all()
     loss, dx, _ = gradients(x, w, targets, ignore_index=int(targets[0]), **options)
     assert loss[0] == 0 and (dx[0] == 0).all() and loss[2].isnan()  # -100 is impossible now
-    targets[3] = 81
+    targets[3] = 49
     loss, dx, _ = gradients(x, w, targets, **options)
     assert loss[3].isnan() and dx[3].isnan().all() and loss[[0, 1, 2, 4]].isfinite().all()
 
 
-def test_the_logits_keep_to_the_budget_and_no_fp32_dw_exists(narrow, device, generator, monkeypatch):
+def test_confident_rows_keep_their_digits(plan, device, generator):
+    """Losses of 1e-7 to 1e-1, to which a chunk adds less than a rounding of the target's share: as in one chunk."""
+    vocab, rows = 200, torch.arange(ROWS, device=device)
+    x = torch.eye(ROWS, DIM, device=device)
+    w = torch.rand(vocab, DIM, device=device, generator=generator) * 0.1
+    targets = rows * 28 + 1
+    w[targets, rows] = torch.linspace(7, 21, ROWS, device=device)
+    exact = gradients(x, w, targets, dtype=torch.float64, reduction="none")
+    plain = gradients(x, w, targets, dtype=torch.float32, reduction="none")
+    whole = (gradients(x, w, targets, reduction="none")[0] - exact[0]).abs().max()
+    assert exact[0].min() < 2e-7
+    for value in (LENT, BLOCKS):
+        plan(value)
+        ours = gradients(x, w, targets, reduction="none", memory_budget=4096)
+        for name, a, e, p in zip(("loss", "dx", "dw"), ours, exact, plain, strict=True):
+            check_budget(a, e, p, name=name)
+        assert (ours[0] - exact[0]).abs().max() <= whole + 2.0**-24
+
+
+def test_a_chunk_of_minus_infinity(plan, device, generator):
+    """A first block without a finite logit, and whole rows without one."""
+    x, w, targets = make(81, device, generator)
+    x, w = x.detach().abs(), w.detach()
+    w[:16] = -torch.inf
+    targets = targets.clamp(min=16)
+    plan(BLOCKS)
+    loss, lse = linear_cross_entropy(
+        x, w, targets, reduction="none", return_lse=True, backend="triton", memory_budget=4096
+    )
+    exact = torch.logsumexp(x.double() @ w[16:].double().t(), 1)
+    assert (lse - exact).abs().max() < 1e-5 and loss.isfinite().all()
+
+
+def test_twice_gives_the_same_bits(plan, device, generator):
     x, w, targets = make(81, device, generator, torch.float16)
-    size = budget(32, 2, 81)
+    for value in (LENT, BLOCKS):
+        plan(value)
+        once, twice = (gradients(x, w, targets, memory_budget=4096) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_the_logits_of_the_first_lent_chunk_are_computed_once(plan, device, generator, monkeypatch):
+    x, w, targets = make(81, device, generator)
+    sizes = []
+    multiply = vocab_chunks.multiply_logits
+    monkeypatch.setattr(vocab_chunks, "multiply_logits", lambda *a: (sizes.append(a[2].numel()), multiply(*a))[1])
+    for value, logits in ((LENT, 2 * 81 - 48), (BOTH, 2 * 81 - 48), (BLOCKS, 2 * 81)):
+        plan(value)
+        sizes.clear()
+        linear_cross_entropy(x, w, targets, backend="triton", memory_budget=4096).backward()
+        assert sum(sizes) == logits * ROWS
+
+
+def test_memory(plan, device, generator, monkeypatch):
+    """The buffer is what the plan says, dW exists in the weight's dtype only, its fp32 sums are those of one chunk."""
+    x, w, targets = make(81, device, generator, torch.float16)
     shapes = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: (shapes.append(made := empty(*a, **k)), made)[1])
-    linear_cross_entropy(x, w, targets, backend="triton", memory_budget=size).backward()
-    assert size in [t.nbytes for t in shapes]
-    assert not [t for t in shapes if t.dtype == torch.float32 and t.numel() >= 81 * DIM]
+    for value in (LENT, ALL_ROWS, BLOCKS):
+        plan(value)
+        shapes.clear()
+        linear_cross_entropy(x, w, targets, backend="triton", memory_budget=4096).backward()
+        halves = sorted(t.numel() for t in shapes if t.dtype == torch.float16)
+        assert halves == [value.rows * value.columns, 81 * DIM]
+        assert max(t.numel() for t in shapes if t.dtype == torch.float32) == ROWS * DIM  # dx
 
 
-def test_compiled(narrow, device, generator):
+def test_compiled(plan, device, generator):
     x, w, targets = make(81, device, generator)
-    size = budget(16, 4, 81)
+    plan(LENT)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(x, w, targets, backend="triton", memory_budget=size)
+        return linear_cross_entropy(x, w, targets, backend="triton", memory_budget=4096)
 
-    want = gradients(x, w, targets, memory_budget=size)
+    want = gradients(x, w, targets, memory_budget=4096)
     torch._dynamo.reset()
     loss = torch.compile(function, fullgraph=True)(x, w)
     for a, b in zip((loss, *torch.autograd.grad(loss, (x, w))), want, strict=True):
@@ -135,5 +201,32 @@ def test_the_plan():
     assert chunk_plan(8192, 128256, 2, 0, 4 * liger, True) == ChunkPlan(1024)
     assert chunk_plan(8192, 128256, 2, 0, 0, True) == ChunkPlan(4096)
     assert chunk_plan(8192, 128256, 2, 300, 0, True) == ChunkPlan(300)
-    assert chunk_plan(131072, 128256, 2, 0, liger, True) == ChunkPlan(256)  # too few columns for so many rows
+    assert chunk_plan(131072, 128256, 2, 0, liger, True) == ChunkPlan(8192, 3968)
     assert chunk_plan(64, 128256, 2, 0, liger, True) == ChunkPlan(64)
+    assert chunk_plan(8192, 128256, 2, 0, 128256 * 2, True) == ChunkPlan(256, 384)  # one row's bytes
+    assert chunk_plan(64, 1000, 4, 0, 4000, True) == ChunkPlan(1)  # too small for blocks
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "vocab"), [(8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50257), (1000, 4096, 50257)]
+)
+@pytest.mark.parametrize("budget", [2**18, 2**24, 2**26])
+def test_blocks_and_lent_memory(rows, dim, vocab, budget):
+    plan = chunk_plan(rows, vocab, 2, 0, budget, True)
+    if plan.columns == 0:
+        return
+    assert plan.rows * plan.columns * 2 <= budget and plan.columns % 16 == 0
+    first, second = column_chunks(rows, vocab, plan.columns, dim)
+    memory = vocab * dim
+    for chunks in (first, second):
+        assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])] and chunks[-1].stop == vocab
+        for c in chunks:
+            columns = -(-(c.stop - c.start) // 16) * 16
+            assert columns <= plan.columns if c.lent is None else c.lent + rows * columns <= memory
+            assert c.lent is None or c.lent % 8 == 0
+    for c in second:  # dW up to the chunk's own is written while its logits are read
+        assert c.lent is None or c.lent >= c.stop * dim
+    if second[0].lent is not None:  # and stays through the first round
+        assert first[0] == second[0]
+        ends = [c.lent + rows * -(-(c.stop - c.start) // 16) * 16 for c in first[1:] if c.lent is not None]
+        assert max(ends, default=0) <= second[0].lent
