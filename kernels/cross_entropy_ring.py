@@ -1,5 +1,5 @@
-"""Launch of the kernels in cross_entropy_ring_kernels.py: cross-entropy of whole rows on Hopper, loss and gradient at
-once, the row in shared memory between the two passes.
+"""Launch of the kernels in cross_entropy_ring_kernels.py and cross_entropy_ring_groups.py: cross-entropy of whole rows
+on Hopper, loss and gradient at once, the row in shared memory between the two passes.
 
 They know neither smoothing nor softcap, nor rows off a border of 32 bytes: those have the portable kernel.
 """
@@ -10,7 +10,8 @@ import torch
 
 from fuselm.kernels._triton import DeviceProfile
 from fuselm.kernels.attention.hopper_common import HAVE_GLUON, TensorDescriptor, gl
-from fuselm.kernels.cross_entropy_ring_kernels import cross_entropy_groups_kernel, cross_entropy_ring_kernel
+from fuselm.kernels.cross_entropy_ring_groups import cross_entropy_groups_kernel
+from fuselm.kernels.cross_entropy_ring_kernels import cross_entropy_ring_kernel
 from fuselm.kernels.launch.cross_entropy import RING_COLUMNS, RingLaunch
 
 
@@ -41,6 +42,20 @@ def _row_stride(x: torch.Tensor) -> int:
     return x.stride(1) if inner > 1 else x.stride(0)
 
 
+def _descriptor(x: torch.Tensor, tile: int) -> TensorDescriptor:
+    # chunks of tile x RING_COLUMNS of (outer, inner, vocab)
+    outer, inner, vocab = x.shape
+    block = [1, tile, RING_COLUMNS]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(
+        x,
+        [outer * inner, vocab // RING_COLUMNS, RING_COLUMNS],
+        [_row_stride(x), RING_COLUMNS, 1],
+        block,
+        gl.NVMMASharedLayout.get_default_for(block, dtype),
+    )
+
+
 def launch_ring(
     launch: RingLaunch,
     logits: torch.Tensor,
@@ -58,23 +73,16 @@ def launch_ring(
 ) -> None:
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
-    dtype = gl.bfloat16 if logits.dtype == torch.bfloat16 else gl.float16
-    block = [1, launch.tile, RING_COLUMNS]
-    stride = _row_stride(logits)
-    desc = TensorDescriptor(
-        logits,
-        [rows, vocab // RING_COLUMNS, RING_COLUMNS],
-        [stride, RING_COLUMNS, 1],
-        block,
-        gl.NVMMASharedLayout.get_default_for(block, dtype),
-    )
+    descs = [_descriptor(logits, launch.tile)]
     if launch.writers:
         kept, stream = launch.slots_of(vocab)
+        descs.append(_descriptor(gradient, launch.tile))
         kernel = cross_entropy_groups_kernel
         form = {
             "KEPT": kept,
             "STREAM": stream,
             "AHEAD": 2,
+            "SEND": launch.send,
             "READERS": launch.num_warps,
             "WRITERS": launch.writers,
             "REGISTERS": launch.max_registers,
@@ -82,7 +90,7 @@ def launch_ring(
     else:
         kernel, form = cross_entropy_ring_kernel, {"SLOTS": launch.slots, "WARPS": launch.num_warps}
     kernel[(min(rows, num_sms * launch.programs),)](
-        desc,
+        *descs,
         logits,
         targets,
         loss,
@@ -93,7 +101,7 @@ def launch_ring(
         loss if grad_lse is None else grad_lse,
         0 if scale is None or scale.dim() == 0 else scale.stride(0),
         rows,
-        stride,
+        _row_stride(logits),
         _row_stride(gradient),
         vocab,
         ignore_index,

@@ -5,20 +5,15 @@ A program takes rows in turn. Producer warps bring a row by TMA in chunks of TIL
 leaves its slot when its last reader is done, and what takes its place may belong to the next row: memory is then read
 while this row's gradient is written, which programs that read first and write then leave to chance. Chunks of a row
 for which there is no room between the passes are loaded once more, out of L2. Load number m of a ring goes to slot
-m % SLOTS. Two forms:
+m % SLOTS.
 
-One group of warps does both passes, one ring. Loads of a row, in order: its chunks 0 .. n - 1, then 0 .. again - 1 a
-second time, where again = max(n - SLOTS, 0). The slots are freed in the order of the loads: the first pass frees the
-first `again` chunks, the second pass the others, then those that came twice.
-
-Two groups (`writers` of the launch): readers sum the next row while writers write the gradient of this one. The first
-KEPT chunks of a row stay in their ring until the writers have them; of the others the readers have a ring of STREAM
-slots, the writers one more, and each ring has a producer of its own, so that none waits for another's slots. A row's
-numbers go from readers to writers in shared memory (`notes`), ROWS_AHEAD rows of them.
+Here one group of warps does both passes; in cross_entropy_ring_groups.py two share them. Loads of a row, in order: its
+chunks 0 .. n - 1, then 0 .. again - 1 a second time, where again = max(n - SLOTS, 0). The slots are freed in the order
+of the loads: the first pass frees the first `again` chunks, the second pass the others, then those that came twice.
 
 Slots are read by the generic proxy and overwritten by the async one. A thread that has asked for a slot's logits may
 not have them yet when it arrives at a barrier: only a proxy fence of each reader, before a barrier of all of them,
-orders the reads before the copy that the arrival at `empty` allows (`_release`).
+orders the reads before the copy that the arrival at `empty` allows (`release`).
 """
 
 from __future__ import annotations
@@ -40,14 +35,14 @@ from fuselm.kernels.cross_entropy_math import expm1_of_negative, lse_of
 
 
 @gluon_jit
-def _chunks_of(vocab, TILE: tl.constexpr, KEPT: tl.constexpr):
+def chunks_of(vocab, TILE: tl.constexpr, KEPT: tl.constexpr):
     """Chunks of a row, and how many of them are loaded twice where KEPT stay."""
     chunks = (vocab // 64 + TILE - 1) // TILE
     return chunks, max(chunks - KEPT, 0)
 
 
 @gluon_jit
-def _bring(slots, full, empty, desc, rows, first, begin, end, again, TILE: tl.constexpr, SLOTS: tl.constexpr):
+def bring(slots, full, empty, desc, rows, first, begin, end, again, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """Chunks begin .. end - 1 of each of the program's rows, then begin .. begin + again - 1 once more."""
     number = first * 0  # loads so far, over all rows
     for row in range(first, rows, gl.num_programs(0)):
@@ -62,36 +57,22 @@ def _bring(slots, full, empty, desc, rows, first, begin, end, again, TILE: tl.co
 
 @gluon_jit
 def _bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    chunks, again = _chunks_of(vocab, TILE, SLOTS)
-    _bring(slots, full, empty, desc, rows, gl.program_id(0), 0, chunks, again, TILE, SLOTS)
-
-
-@gluon_jit
-def _bring_kept(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, KEPT: tl.constexpr):
-    chunks, others = _chunks_of(vocab, TILE, KEPT)
-    _bring(slots, full, empty, desc, rows, gl.program_id(0), 0, chunks - others, 0, TILE, KEPT)
-
-
-@gluon_jit
-def _bring_others(
-    slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, KEPT: tl.constexpr, STREAM: tl.constexpr
-):  # fmt: skip
-    chunks, others = _chunks_of(vocab, TILE, KEPT)
-    _bring(slots, full, empty, desc, rows, gl.program_id(0), chunks - others, chunks, 0, TILE, STREAM)
+    chunks, again = chunks_of(vocab, TILE, SLOTS)
+    bring(slots, full, empty, desc, rows, gl.program_id(0), 0, chunks, again, TILE, SLOTS)
 
 
 # --- Both passes -------------------------------------------------------------------------------------------------
 
 
 @gluon_jit
-def _release(empty, slot):
+def release(empty, slot):
     """The slot is read: TMA may overwrite it, once every thread of the partition is here."""
     fence_async_shared()
     mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon_jit
-def _chunk(slots, slot, TILE: tl.constexpr, WARPS: tl.constexpr):
+def load_chunk(slots, slot, TILE: tl.constexpr, WARPS: tl.constexpr):
     """The logits of a slot, [TILE, 8, 8], of which a thread has whole vectors."""
     dtype: tl.constexpr = slots.dtype
     layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, 64], dtype)
@@ -102,7 +83,17 @@ def _chunk(slots, slot, TILE: tl.constexpr, WARPS: tl.constexpr):
 
 
 @gluon_jit
-def _exists(vocab, chunks, TILE: tl.constexpr, WARPS: tl.constexpr):
+def store_chunk(slots, slot, d, TILE: tl.constexpr, WARPS: tl.constexpr):
+    """Puts [TILE, 8, 8] in a slot, as load_chunk takes it."""
+    dtype: tl.constexpr = slots.dtype
+    layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, 64], dtype)
+    flat: tl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    d = gl.convert_layout(d.to(dtype).reshape([TILE, 64]), flat, assert_trivial=True)
+    slots.index(slot)._reinterpret(dtype, [TILE, 64], layout).store(d)
+
+
+@gluon_jit
+def lines_of_last(vocab, chunks, TILE: tl.constexpr, WARPS: tl.constexpr):
     """Which lines of 64 logits the last chunk of a row has, [TILE, 1, 1]."""
     vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     line = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, vectors)))
@@ -110,7 +101,7 @@ def _exists(vocab, chunks, TILE: tl.constexpr, WARPS: tl.constexpr):
 
 
 @gluon_jit
-def _accumulate(reference, s, z):
+def accumulate(reference, s, z):
     # As in cross_entropy_kernels.py: a running maximum and a sum of 2^(z · log2(e) - reference) for each vector.
     new = gl.maximum(reference, gl.max(z, 2) * 1.4426950216293335)
     powers = gl.exp2(gl.fma(z, 1.4426950216293335, -gl.expand_dims(new, 2)))
@@ -118,14 +109,14 @@ def _accumulate(reference, s, z):
 
 
 @gluon_jit
-def _empty_sum(TILE: tl.constexpr, WARPS: tl.constexpr):
+def empty_sum(TILE: tl.constexpr, WARPS: tl.constexpr):
     vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     states: tl.constexpr = gl.SliceLayout(2, vectors)
     return gl.full([TILE, 8], -3.0e38, gl.float32, states), gl.full([TILE, 8], 0.0, gl.float32, states)
 
 
 @gluon_jit
-def _sum_chunks(
+def sum_chunks(
     slots, full, empty, begin, end, reference, s,
     RELEASE: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -133,29 +124,29 @@ def _sum_chunks(
     for number in range(begin, end):
         slot = number % SLOTS  # pyright: ignore[reportOperatorIssue]
         mbarrier.wait(full.index(slot), number // SLOTS & 1)
-        z = _chunk(slots, slot, TILE, WARPS)
+        z = load_chunk(slots, slot, TILE, WARPS)
         if RELEASE:
-            _release(empty, slot)
-        reference, s = _accumulate(reference, s, z.to(gl.float32))
+            release(empty, slot)
+        reference, s = accumulate(reference, s, z.to(gl.float32))
     return reference, s
 
 
 @gluon_jit
-def _sum_last(
+def sum_last(
     slots, full, empty, number, reference, s, exists,
     RELEASE: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The first pass over a row's last chunk."""
     slot = number % SLOTS
     mbarrier.wait(full.index(slot), number // SLOTS & 1)
-    z = _chunk(slots, slot, TILE, WARPS)
+    z = load_chunk(slots, slot, TILE, WARPS)
     if RELEASE:
-        _release(empty, slot)
-    return _accumulate(reference, s, gl.where(exists, z.to(gl.float32), float("-inf")))
+        release(empty, slot)
+    return accumulate(reference, s, gl.where(exists, z.to(gl.float32), float("-inf")))
 
 
 @gluon_jit
-def _row_inputs(
+def row_inputs(
     row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
     HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +166,7 @@ def _row_inputs(
 
 
 @gluon_jit
-def _row_outputs(
+def row_outputs(
     row, reference, s, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +200,7 @@ def _row_outputs(
 
 
 @gluon_jit
-def _gradient_of(z, reference, factor, zero):
+def gradient_of(z, reference, factor, zero):
     if zero:  # whatever the logits hold
         d = gl.full_like(z, 0.0)
     else:
@@ -218,7 +209,7 @@ def _gradient_of(z, reference, factor, zero):
 
 
 @gluon_jit
-def _columns(TILE: tl.constexpr, WARPS: tl.constexpr):
+def columns_of(TILE: tl.constexpr, WARPS: tl.constexpr):
     """Places of a chunk's logits, [TILE, 8, 8]."""
     vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     states: tl.constexpr = gl.SliceLayout(2, vectors)
@@ -230,7 +221,7 @@ def _columns(TILE: tl.constexpr, WARPS: tl.constexpr):
 
 
 @gluon_jit
-def _write_chunks(
+def write_chunks(
     slots, full, empty, begin, end, sink, columns, reference, factor, zero,
     WAIT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -239,15 +230,15 @@ def _write_chunks(
         slot = number % SLOTS  # pyright: ignore[reportOperatorIssue]
         if WAIT:
             mbarrier.wait(full.index(slot), number // SLOTS & 1)
-        z = _chunk(slots, slot, TILE, WARPS)
-        _release(empty, slot)
-        d = _gradient_of(z.to(gl.float32), reference, factor, zero)
+        z = load_chunk(slots, slot, TILE, WARPS)
+        release(empty, slot)
+        d = gradient_of(z.to(gl.float32), reference, factor, zero)
         chunk = sink + (number - begin) * (TILE * 64)
         gl.store(chunk + columns, d.to(sink.dtype.element_ty), eviction_policy="evict_first")
 
 
 @gluon_jit
-def _write_last(
+def write_last(
     slots, full, empty, number, sink, columns, reference, factor, zero, exists,
     WAIT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -255,9 +246,9 @@ def _write_last(
     slot = number % SLOTS
     if WAIT:
         mbarrier.wait(full.index(slot), number // SLOTS & 1)
-    z = _chunk(slots, slot, TILE, WARPS)
-    _release(empty, slot)
-    d = _gradient_of(z.to(gl.float32), reference, factor, zero)
+    z = load_chunk(slots, slot, TILE, WARPS)
+    release(empty, slot)
+    d = gradient_of(z.to(gl.float32), reference, factor, zero)
     gl.store(sink + columns, d.to(sink.dtype.element_ty), mask=exists, eviction_policy="evict_first")
 
 
@@ -271,38 +262,38 @@ def _consume(
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
     TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    chunks, again = _chunks_of(vocab, TILE, SLOTS)
-    columns = _columns(TILE, WARPS)
-    exists = _exists(vocab, chunks, TILE, WARPS)
+    chunks, again = chunks_of(vocab, TILE, SLOTS)
+    columns = columns_of(TILE, WARPS)
+    exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        target, ignored, in_range, x_target, scale, grad_lse = _row_inputs(
+        target, ignored, in_range, x_target, scale, grad_lse = row_inputs(
             row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
             HAS_SCALE, HAS_GRAD_LSE,
         )  # fmt: skip
         last = base + chunks - 1
-        reference, s = _empty_sum(TILE, WARPS)
-        reference, s = _sum_chunks(
+        reference, s = empty_sum(TILE, WARPS)
+        reference, s = sum_chunks(
             slots, full, empty, base, base + again, reference, s, True, TILE, SLOTS, WARPS
         )  # fmt: skip
-        reference, s = _sum_chunks(slots, full, empty, base + again, last, reference, s, False, TILE, SLOTS, WARPS)
-        reference, s = _sum_last(slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS)
-        rounded, factor, zero, d_target = _row_outputs(
+        reference, s = sum_chunks(slots, full, empty, base + again, last, reference, s, False, TILE, SLOTS, WARPS)
+        reference, s = sum_last(slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS)
+        rounded, factor, zero, d_target = row_outputs(
             row, reference, s, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
             SKIP_IGNORED, HAS_GRAD_LSE,
         )  # fmt: skip
         sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
         thread_barrier()  # in place: nobody may write before all have read the target's logit
-        _write_chunks(
+        write_chunks(
             slots, full, empty, base + again, last, sink + again * (TILE * 64), columns, rounded, factor, zero,
             False, TILE, SLOTS, WARPS,
         )  # fmt: skip
-        _write_last(
+        write_last(
             slots, full, empty, last, sink + (chunks - 1) * (TILE * 64), columns, rounded, factor, zero, exists,
             False, TILE, SLOTS, WARPS,
         )  # fmt: skip
         base = last + 1 + again
-        _write_chunks(
+        write_chunks(
             slots, full, empty, last + 1, base, sink, columns, rounded, factor, zero, True, TILE, SLOTS, WARPS
         )  # fmt: skip
         thread_barrier()  # after the vector that holds the target's element
@@ -334,166 +325,3 @@ def cross_entropy_ring_kernel(
         [1],
         [24],
     )  # fmt: skip
-
-
-# --- Readers and writers -----------------------------------------------------------------------------------------
-
-
-@gluon_jit
-def _note(notes, place, value, WARPS: tl.constexpr):
-    notes.index(place).store(gl.full([1], value, gl.float32, gl.BlockedLayout([1], [32], [WARPS], [0])))
-
-
-@gluon_jit
-def _noted(notes, place, WARPS: tl.constexpr):
-    return gl.sum(notes.index(place).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-
-
-@gluon_jit
-def _read(
-    slots, full, others, others_full, others_empty, notes, ready, taken, logits_ptr, targets_ptr, loss_ptr, lse_ptr,
-    lse_low_ptr, scale_ptr, grad_lse_ptr, scale_stride, rows, stride, vocab, ignore_index, z_loss,
-    SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, KEPT: tl.constexpr, STREAM: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    chunks, streamed = _chunks_of(vocab, TILE, KEPT)
-    exists = _exists(vocab, chunks, TILE, WARPS)
-    base = gl.program_id(0) * 0  # loads used so far of the kept chunks, over all rows
-    other = base  # of the others
-    turn = base
-    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        target, ignored, in_range, x_target, scale, grad_lse = _row_inputs(
-            row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
-            HAS_SCALE, HAS_GRAD_LSE,
-        )  # fmt: skip
-        reference, s = _empty_sum(TILE, WARPS)
-        end = base + chunks - streamed
-        if STREAM == 0:
-            reference, s = _sum_chunks(slots, full, full, base, end - 1, reference, s, False, TILE, KEPT, WARPS)
-            reference, s = _sum_last(slots, full, full, end - 1, reference, s, exists, False, TILE, KEPT, WARPS)
-        else:
-            last = other + streamed - 1
-            reference, s = _sum_chunks(slots, full, full, base, end, reference, s, False, TILE, KEPT, WARPS)
-            reference, s = _sum_chunks(
-                others, others_full, others_empty, other, last, reference, s, True, TILE, STREAM, WARPS
-            )
-            reference, s = _sum_last(
-                others, others_full, others_empty, last, reference, s, exists, True, TILE, STREAM, WARPS
-            )
-        base = end
-        other += streamed
-        rounded, factor, zero, d_target = _row_outputs(
-            row, reference, s, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
-            SKIP_IGNORED, HAS_GRAD_LSE,
-        )  # fmt: skip
-        # where the target's element is; -1 for nowhere in the row, -2 for a row of zeros
-        place = gl.where(zero, -2, gl.where(in_range, target.to(gl.int32), -1))
-        stage = turn % AHEAD
-        mbarrier.wait(taken.index(stage), turn // AHEAD & 1 ^ 1)
-        _note(notes, stage * 4, rounded, WARPS)
-        _note(notes, stage * 4 + 1, factor, WARPS)
-        _note(notes, stage * 4 + 2, d_target, WARPS)
-        _note(notes, stage * 4 + 3, place.to(gl.float32, bitcast=True), WARPS)
-        mbarrier.arrive(ready.index(stage), count=1)
-        turn += 1
-
-
-@gluon_jit
-def _write(
-    slots, full, empty, others, others_full, others_empty, notes, ready, taken, gradient_ptr, rows, gradient_stride,
-    vocab, TILE: tl.constexpr, KEPT: tl.constexpr, STREAM: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    chunks, streamed = _chunks_of(vocab, TILE, KEPT)
-    columns = _columns(TILE, WARPS)
-    exists = _exists(vocab, chunks, TILE, WARPS)
-    base = gl.program_id(0) * 0
-    other = base
-    turn = base
-    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        stage = turn % AHEAD
-        mbarrier.wait(ready.index(stage), turn // AHEAD & 1)
-        rounded = _noted(notes, stage * 4, WARPS)
-        factor = _noted(notes, stage * 4 + 1, WARPS)
-        d_target = _noted(notes, stage * 4 + 2, WARPS)
-        place = _noted(notes, stage * 4 + 3, WARPS).to(gl.int32, bitcast=True)
-        mbarrier.arrive(taken.index(stage), count=1)
-        zero = place == -2
-        sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
-        end = base + chunks - streamed
-        tail = sink + (chunks - 1) * (TILE * 64)
-        if STREAM == 0:
-            _write_chunks(
-                slots, full, empty, base, end - 1, sink, columns, rounded, factor, zero, True, TILE, KEPT, WARPS
-            )
-            _write_last(
-                slots, full, empty, end - 1, tail, columns, rounded, factor, zero, exists, True, TILE, KEPT, WARPS
-            )
-        else:
-            last = other + streamed - 1
-            _write_chunks(slots, full, empty, base, end, sink, columns, rounded, factor, zero, True, TILE, KEPT, WARPS)
-            _write_chunks(
-                others, others_full, others_empty, other, last, sink + (end - base) * (TILE * 64), columns, rounded,
-                factor, zero, True, TILE, STREAM, WARPS,
-            )  # fmt: skip
-            _write_last(
-                others, others_full, others_empty, last, tail, columns, rounded, factor, zero, exists, True, TILE,
-                STREAM, WARPS,
-            )  # fmt: skip
-        base = end
-        other += streamed
-        thread_barrier()  # after the vector that holds the target's element
-        gl.store(sink + place, d_target.to(gradient_ptr.dtype.element_ty), mask=place >= 0)
-        turn += 1
-
-
-@gluon_jit(do_not_specialize=["rows", "vocab", "scale_stride", "ignore_index"])
-def cross_entropy_groups_kernel(
-    logits_desc, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, gradient_ptr, scale_ptr, grad_lse_ptr,
-    scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
-    SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, KEPT: tl.constexpr, STREAM: tl.constexpr, AHEAD: tl.constexpr,
-    READERS: tl.constexpr, WRITERS: tl.constexpr, REGISTERS: tl.constexpr,
-):  # fmt: skip
-    slots = ring(logits_desc, KEPT)
-    full = barrier_ring(KEPT, 1)
-    empty = barrier_ring(KEPT, 1)
-    notes = gl.allocate_shared_memory(gl.float32, [AHEAD * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = barrier_ring(AHEAD, 1)
-    taken = barrier_ring(AHEAD, 1)
-    # fmt: off
-    if STREAM == 0:
-        gl.warp_specialize(
-            [
-                (_read, (slots, full, slots, full, full, notes, ready, taken, logits_ptr, targets_ptr, loss_ptr,
-                         lse_ptr, lse_low_ptr, scale_ptr, grad_lse_ptr, scale_stride, rows, stride, vocab,
-                         ignore_index, z_loss, SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, KEPT, 0, AHEAD, READERS)),
-                (_write, (slots, full, empty, slots, full, empty, notes, ready, taken, gradient_ptr, rows,
-                          gradient_stride, vocab, TILE, KEPT, 0, AHEAD, WRITERS)),
-                (_bring_kept, (slots, full, empty, logits_desc, rows, vocab, TILE, KEPT)),
-            ],
-            [WRITERS, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        once = ring(logits_desc, STREAM)
-        once_full = barrier_ring(STREAM, 1)
-        once_empty = barrier_ring(STREAM, 1)
-        twice = ring(logits_desc, STREAM)
-        twice_full = barrier_ring(STREAM, 1)
-        twice_empty = barrier_ring(STREAM, 1)
-        gl.warp_specialize(
-            [
-                (_read, (slots, full, once, once_full, once_empty, notes, ready, taken, logits_ptr, targets_ptr,
-                         loss_ptr, lse_ptr, lse_low_ptr, scale_ptr, grad_lse_ptr, scale_stride, rows, stride, vocab,
-                         ignore_index, z_loss, SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, KEPT, STREAM, AHEAD,
-                         READERS)),
-                (_write, (slots, full, empty, twice, twice_full, twice_empty, notes, ready, taken, gradient_ptr, rows,
-                          gradient_stride, vocab, TILE, KEPT, STREAM, AHEAD, WRITERS)),
-                (_bring_kept, (slots, full, empty, logits_desc, rows, vocab, TILE, KEPT)),
-                (_bring_others, (once, once_full, once_empty, logits_desc, rows, vocab, TILE, KEPT, STREAM)),
-                (_bring_others, (twice, twice_full, twice_empty, logits_desc, rows, vocab, TILE, KEPT, STREAM)),
-            ],
-            [WRITERS, 1, 1, 1],
-            [REGISTERS, 24, 24, 24],
-        )
-    # fmt: on

@@ -83,8 +83,8 @@ TARGETS += [
 ]
 
 # Rows in shared memory (Hopper): lines of 64 logits a chunk, chunks that shared memory holds, warps, programs an SM;
-# warps that write while those read, slots that stream what does not fit, twice. A chunk of 64 lines is 8 KB: 28 of them
-# fill an SM's 227 KB.
+# warps that write while those read, slots that stream what does not fit, twice, stores by TMA that a writer leaves
+# behind. A chunk of 64 lines is 8 KB: 28 of them fill an SM's 227 KB.
 RINGS = {
     128256: (
         (128, 13, 16),
@@ -95,6 +95,9 @@ RINGS = {
         (128, 14, 8, 1, 8, 2),
         (128, 14, 16, 1, 16, 2),
         (64, 14, 8, 2, 8, 2),
+        (64, 28, 8, 1, 8, 4, 2),
+        (64, 28, 16, 1, 16, 4, 2),
+        (128, 14, 8, 1, 8, 3, 1),
     ),
     50304: (
         (64, 13, 8, 2),
@@ -104,15 +107,22 @@ RINGS = {
         (128, 14, 16, 1, 16),
         (64, 14, 4, 2, 4),
         (64, 14, 8, 2, 8),
+        (64, 28, 8, 1, 8, 0, 2),
+        (64, 28, 8, 1, 8, 0, 4),
+        (128, 14, 8, 1, 8, 0, 2),
+        (64, 14, 4, 2, 4, 0, 2),
     ),
     32000: (
         (64, 13, 8, 2),
         (64, 28, 8, 1, 8),
         (64, 28, 16, 1, 16),
         (128, 14, 8, 1, 8),
-        (128, 14, 16, 1, 16),
         (64, 14, 4, 2, 4),
         (64, 14, 8, 2, 8),
+        (64, 28, 8, 1, 8, 0, 2),
+        (64, 28, 8, 1, 8, 0, 4),
+        (128, 14, 8, 1, 8, 0, 2),
+        (64, 14, 4, 2, 4, 0, 2),
     ),
 }
 RING_ATTRIBUTE = "fuselm.kernels.cross_entropy_launchers.ring_launch"

@@ -59,6 +59,7 @@ class RingLaunch:
             both.
         stream: with writers, of `slots`: how many of them stream what rows of more chunks than `slots` have too much
             to the readers, and as many to the writers.
+        send: with writers, store by TMA out of the slots, so many chunks at a time; 0 to store from registers.
     """
 
     tile: int
@@ -67,6 +68,7 @@ class RingLaunch:
     programs: int = 1
     writers: int = 0
     stream: int = 0
+    send: int = 0
 
     @property
     def max_registers(self) -> int:
