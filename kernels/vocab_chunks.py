@@ -12,7 +12,8 @@ that its logits are computed once (`launch.linear_cross_entropy.column_chunks`).
 
 Order: columns outside, rows inside. That reads and writes dx (fp32, R·dim) once a chunk of columns and an fp32
 dW_c (columns·dim, in L2 where it is small) once a block of rows. Rows outside would keep dx in L2 and need the whole dW
-in fp32, which is what chunks of the vocabulary are there to avoid.
+in fp32, which is what chunks of the vocabulary are there to avoid. A block of few columns has too few tiles of dW to
+fill a device, and of few rows too few of dx: the two may run beside each other, on two streams (`ChunkPlan.overlap`).
 
 Memory beside x, W, dW and dx in their dtypes: the buffer (what a memory budget speaks of), dx in fp32, and, where
 a chunk is more than one block of rows, an fp32 dW_c. The result's dx takes the buffer's place.
@@ -22,6 +23,8 @@ a chunk is more than one block of rows, an fp32 dW_c. The result's dx takes the 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -101,7 +104,8 @@ def run_vocab_chunks(
     first_round(layer, first, numbers, skip_ignored)
     loss, lse, lse_low = launch_row_losses(targets, numbers, vocab, options, skip_ignored)
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=torch.float32, device=x.device)
-    second_round(layer, second, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse)
+    side = _side_stream(x.device) if plan.overlap and x.is_cuda else None
+    second_round(layer, second, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse, side)
     del layer, buffer  # the result's dx may have its memory
     return loss, lse, dx.to(x.dtype), dw
 
@@ -123,9 +127,11 @@ def second_round(
     dx: torch.Tensor | None,
     scale: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
+    side: torch.cuda.Stream | None,
 ) -> None:
-    """Writes dW and dx (fp32; None for no gradient)."""
+    """Writes dW and dx (fp32; None for no gradient); dW on the stream `side`, if given, beside dx."""
     x, vocab, dw = layer.x, layer.weight.shape[0], layer.dw
+    main = torch.cuda.current_stream(x.device) if side else None
     sums = torch.empty(0)
     for chunk in chunks:
         weight, dw_part = layer.weight[chunk.start : chunk.stop], dw[chunk.start : chunk.stop]
@@ -136,6 +142,8 @@ def second_round(
                 sums = torch.empty_like(dw_part, dtype=torch.float32)
             total = sums[: dw_part.shape[0]]
         for rows, logits in layer.blocks(chunk):
+            if main and side:  # which reads the block before
+                main.wait_stream(side)
             if chunk.start > 0 or chunk.lent is None:  # those of a first chunk that is lent are there
                 multiply_logits(x[rows], weight, logits)
             launch_block_gradient(
@@ -150,11 +158,31 @@ def second_round(
                 vocab,
                 layer.options,
             )
+            with _on(side):
+                if one_block and total is dw_part:
+                    multiply_dw(dw_part, logits, x)
+                else:
+                    accumulate_dw(total, logits, x[rows], first=rows.start == 0)
             if dx is not None:
                 accumulate_dx(dx[rows], logits, weight, first=chunk.start == 0)
-            if one_block and total is dw_part:
-                multiply_dw(dw_part, logits, x)
-            else:
-                accumulate_dw(total, logits, x[rows], first=rows.start == 0)
         if total is not dw_part:
-            dw_part.copy_(total)
+            with _on(side):
+                dw_part.copy_(total)
+    if main and side:
+        main.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _on(side: torch.cuda.Stream | None) -> Iterator[None]:
+    # what is launched within goes to `side`, after all that the current stream has by now
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
+        yield

@@ -39,6 +39,7 @@ BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
     ),
     2048: (
         ChunkPlan(8192, 7936),
+        ChunkPlan(16384, 3968, overlap=True),
         ChunkPlan(16384, 3968, lend=False),
         ChunkPlan(8192, 4096),
         ChunkPlan(16384, 2048),
@@ -48,10 +49,13 @@ BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
         ChunkPlan(512),
     ),
     768: (
+        ChunkPlan(8192, 3072, overlap=True),
         ChunkPlan(16384, 1536),
+        ChunkPlan(16384, 1536, overlap=True),
         ChunkPlan(4096, 6144),
         ChunkPlan(5504, 4608),
         ChunkPlan(5632, 4480),
+        ChunkPlan(5632, 4480, overlap=True),
         ChunkPlan(4096, 4096),
         ChunkPlan(8192, 2048),
         ChunkPlan(11008, 2304),
@@ -59,6 +63,7 @@ BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
         ChunkPlan(8192, 1536),
         ChunkPlan(4096, 3072),
         ChunkPlan(32768, 768),
+        ChunkPlan(512),
     ),
 }
 STEPS = ("multiply_logits", "launch_block_sums", "launch_block_gradient", "accumulate_dx", "dweight")

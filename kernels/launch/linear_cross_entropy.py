@@ -49,11 +49,13 @@ class ChunkPlan(NamedTuple):
         rows: of a chunk, or of a block of a chunk of the vocabulary.
         columns: of a chunk of the vocabulary, a multiple of 16; 0 for chunks of rows, which have the whole vocabulary.
         lend: whether the memory of dW holds logits until dW is written to it (`column_chunks`).
+        overlap: whether the multiplications for dx and dW of a block run beside each other.
     """
 
     rows: int
     columns: int = 0
     lend: bool = True
+    overlap: bool = False
 
 
 def chunk_plan(rows: int, vocab: int, itemsize: int, chunk_size: int, memory_budget: int, need_dw: bool) -> ChunkPlan:
