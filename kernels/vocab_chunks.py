@@ -8,7 +8,8 @@ for three, and no fp32 dW:
     lse = log Σ_c Σ exp(logits_c)        dW_c = dlogits_cᵀ · x        dx = Σ_c dlogits_c · W_c
 
 Until dW is written, its memory holds logits: chunks wider than the buffer allows, and one that both rounds share, so
-that its logits are computed once (`launch.linear_cross_entropy.column_chunks`).
+that its logits are computed once, like those that the first round leaves in the buffer
+(`launch.linear_cross_entropy.column_chunks`).
 
 Order: columns outside, rows inside. That reads and writes dx (fp32, R·dim) once a chunk of columns and an fp32
 dW_c (columns·dim, in L2 where it is small) once a block of rows. Rows outside would keep dx in L2 and need the whole dW
@@ -32,7 +33,7 @@ import torch
 
 from fuselm.kernels.chunk_products import accumulate_dw, accumulate_dx, multiply_dw, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import Options
-from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, ColumnChunk, column_chunks
+from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, ColumnChunk, Rounds, column_chunks
 from fuselm.kernels.vocab_chunks_kernels import (
     PADDING,
     PLANES,
@@ -95,24 +96,23 @@ def run_vocab_chunks(
     """
     (rows, dim), vocab = x.shape, weight.shape[0]
     dw = torch.empty((vocab, dim), dtype=dw_dtype, device=x.device)
-    lendable = dim * dw.element_size() // x.element_size() if plan.lend else 0
-    first, second = column_chunks(rows, vocab, plan.columns, lendable)
+    rounds = column_chunks(rows, vocab, plan, dim * dw.element_size() // x.element_size())
     buffer = torch.empty(min(plan.rows, rows) * plan.columns, dtype=x.dtype, device=x.device)
     layer = _Layer(x, weight, targets, options, plan.rows, buffer, dw)
     skip_ignored = not want_lse and grad_lse is None
     numbers = torch.empty((PLANES, rows), dtype=torch.float32, device=x.device)
-    first_round(layer, first, numbers, skip_ignored)
+    first_round(layer, rounds, numbers, skip_ignored)
     loss, lse, lse_low = launch_row_losses(targets, numbers, vocab, options, skip_ignored)
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=torch.float32, device=x.device)
     side = _side_stream(x.device) if plan.overlap and x.is_cuda else None
-    second_round(layer, second, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse, side)
+    second_round(layer, rounds, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse, side)
     del layer, buffer  # the result's dx may have its memory
     return loss, lse, dx.to(x.dtype), dw
 
 
-def first_round(layer: _Layer, chunks: list[ColumnChunk], numbers: torch.Tensor, skip_ignored: bool) -> None:
-    """Adds up the rows' numbers; the logits of a chunk that the second round begins with stay in dW's memory."""
-    for chunk in chunks:
+def first_round(layer: _Layer, rounds: Rounds, numbers: torch.Tensor, skip_ignored: bool) -> None:
+    """Adds up the rows' numbers."""
+    for chunk in rounds.first:
         for rows, logits in layer.blocks(chunk):
             multiply_logits(layer.x[rows], layer.weight[chunk.start : chunk.stop], logits)
             launch_block_sums(logits, layer.targets[rows], numbers[:, rows], chunk.start, layer.options, skip_ignored)
@@ -120,7 +120,7 @@ def first_round(layer: _Layer, chunks: list[ColumnChunk], numbers: torch.Tensor,
 
 def second_round(
     layer: _Layer,
-    chunks: list[ColumnChunk],
+    rounds: Rounds,
     numbers: torch.Tensor,
     lse: torch.Tensor,
     lse_low: torch.Tensor,
@@ -133,7 +133,7 @@ def second_round(
     x, vocab, dw = layer.x, layer.weight.shape[0], layer.dw
     main = torch.cuda.current_stream(x.device) if side else None
     sums = torch.empty(0)
-    for chunk in chunks:
+    for chunk in rounds.second:
         weight, dw_part = layer.weight[chunk.start : chunk.stop], dw[chunk.start : chunk.stop]
         one_block = chunk.lent is not None or layer.block_rows >= x.shape[0]
         total = dw_part
@@ -144,7 +144,7 @@ def second_round(
         for rows, logits in layer.blocks(chunk):
             if main and side:  # which reads the block before
                 main.wait_stream(side)
-            if chunk.start > 0 or chunk.lent is None:  # those of a first chunk that is lent are there
+            if chunk not in rounds.ready:
                 multiply_logits(x[rows], weight, logits)
             launch_block_gradient(
                 logits,
@@ -164,7 +164,7 @@ def second_round(
                 else:
                     accumulate_dw(total, logits, x[rows], first=rows.start == 0)
             if dx is not None:
-                accumulate_dx(dx[rows], logits, weight, first=chunk.start == 0)
+                accumulate_dx(dx[rows], logits, weight, first=chunk == rounds.second[0])
         if total is not dw_part:
             with _on(side):
                 dw_part.copy_(total)

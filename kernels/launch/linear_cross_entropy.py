@@ -107,47 +107,63 @@ class ColumnChunk(NamedTuple):
     lent: int | None = None
 
 
-def column_chunks(rows: int, vocab: int, columns: int, lendable: int) -> tuple[list[ColumnChunk], list[ColumnChunk]]:
-    """The chunks of the first round (logsumexp) and of the second (gradients), in order, each the whole vocabulary.
+class Rounds(NamedTuple):
+    """The chunks of both rounds over the vocabulary, in order.
+
+    Attributes:
+        first: of the logsumexp; column 0 comes first.
+        second: of the gradients.
+        ready: those of the second round whose logits the first one leaves where they belong.
+    """
+
+    first: list[ColumnChunk]
+    second: list[ColumnChunk]
+    ready: list[ColumnChunk]
+
+
+def column_chunks(rows: int, vocab: int, plan: ChunkPlan, lendable: int) -> Rounds:
+    """The chunks of both rounds.
 
     Until dW is written, its memory is free for logits. The second round lends its end to a chunk as wide as leaves
     room for the dW of all columns up to the chunk's own, then to the next, narrower one, while they are wider than what
-    the buffer holds. The first chunk of both rounds is the same: its logits stay where they are and are computed once
-    (a third of all in 8192 x 4096 x V, a ninth in 16384 x 2048 x V). The first round has the rest of dW's memory too.
+    the buffer holds. The first of them is the first chunk of both rounds: its logits stay where they are and are
+    computed once (a third of all in 8192 x 4096 x V, a ninth in 16384 x 2048 x V), like those that the first round
+    leaves in the buffer, if that has all rows. The first round has the rest of dW's memory too.
 
     Args:
         rows, vocab: of the logits.
-        columns: of a chunk that passes through the buffer.
-        lendable: elements, of the size of logits, in dW's memory for one class; 0 to lend nothing.
+        plan: with columns > 0.
+        lendable: elements, of the size of logits, in dW's memory for one class.
     """
-    tile = _LENT_TILE
-    second: list[ColumnChunk] = []
+    least = max(plan.columns, _LENT_TILE)
+    lendable = lendable if plan.lend else 0
+    lent: list[ColumnChunk] = []
     start = 0
     while lendable:
-        width = ((vocab - start) * lendable - 8) // (rows + lendable) // tile * tile
-        if width < max(columns, tile):
+        width = ((vocab - start) * lendable - 8) // (rows + lendable) // _LENT_TILE * _LENT_TILE
+        if width < least:
             break
-        second.append(ColumnChunk(start, start + width, (vocab * lendable - rows * width) // 8 * 8))
+        lent.append(ColumnChunk(start, start + width, (vocab * lendable - rows * width) // 8 * 8))
         start += width
-    kept = second[:1]
-    free = kept[0].lent or 0 if kept else vocab * lendable
-    first_start = kept[0].stop if kept else 0
-    width = free // rows // tile * tile
-    first = kept + (
-        _evenly(first_start, vocab, width, 0) if width >= max(columns, tile) else _evenly(first_start, vocab, columns)
-    )
-    return first, second + _evenly(start, vocab, columns)
+    others = _evenly(start, vocab, plan.columns)
+    last = others[-1:] if plan.rows >= rows else []
+    others = others[:-1] if last else others
+    kept = lent[:1]
+    start, stop = kept[0].stop if kept else 0, last[0].start if last else vocab
+    width = (kept[0].lent or 0 if kept else vocab * lendable) // rows // _LENT_TILE * _LENT_TILE
+    middle = _evenly(start, stop, width, 0) if width >= least else _evenly(start, stop, plan.columns)
+    return Rounds(kept + middle + last, lent + last + others, kept + last)
 
 
 def _evenly(start: int, stop: int, columns: int, lent: int | None = None) -> list[ColumnChunk]:
-    # as few chunks of at most `columns` as there can be, of one width but for the last
-    left = stop - start
-    if left == 0:
+    # as few chunks of at most `columns` as there can be, of one width but for the first
+    if start == stop:
         return []
-    tile = next(t for t in (_TILE, 16) if columns % t == 0)
-    even = -(-left // -(-left // columns))
-    width = -(-even // tile) * tile
-    return [ColumnChunk(at, min(at + width, stop), lent) for at in range(start, stop, width)]
+    tile = _TILE if columns % _TILE == 0 else 16
+    count = -(-(stop - start) // columns)
+    width = -(-(stop - start) // (count * tile)) * tile
+    stops = range(stop - (count - 1) * width, stop + 1, width)
+    return [ColumnChunk(max(at - width, start), at, lent) for at in stops if at > start]
 
 
 class BlockLaunch(NamedTuple):

@@ -153,16 +153,17 @@ def test_twice_gives_the_same_bits(plan, device, generator):
         assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
-def test_the_logits_of_the_first_lent_chunk_are_computed_once(plan, device, generator, monkeypatch):
+def test_logits_that_stay_are_computed_once(plan, device, generator, monkeypatch):
     x, w, targets = make(81, device, generator)
     sizes = []
     multiply = vocab_chunks.multiply_logits
     monkeypatch.setattr(vocab_chunks, "multiply_logits", lambda *a: (sizes.append(a[2].numel()), multiply(*a))[1])
-    for value, logits in ((LENT, 2 * 81 - 48), (BOTH, 2 * 81 - 48), (BLOCKS, 2 * 81)):
+    kept = ((LENT, 48 + 16), (BOTH, 48), (ALL_ROWS, 32), (BLOCKS, 0), (ChunkPlan(ROWS, 96), 81))
+    for value, columns in kept:
         plan(value)
         sizes.clear()
         linear_cross_entropy(x, w, targets, backend="triton", memory_budget=4096).backward()
-        assert sum(sizes) == logits * ROWS
+        assert sum(sizes) == (2 * 81 - columns) * ROWS
 
 
 def test_memory(plan, device, generator, monkeypatch):
@@ -216,20 +217,28 @@ def test_blocks_and_lent_memory(rows, dim, vocab, budget):
     if plan.columns == 0:
         return
     assert plan.rows * plan.columns * 2 <= budget and plan.columns % 16 == 0
-    first, second = column_chunks(rows, vocab, plan.columns, dim)
+    rounds = column_chunks(rows, vocab, plan, dim)
     memory = vocab * dim
-    for chunks in (first, second):
-        assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])] and chunks[-1].stop == vocab
+    for chunks in (rounds.first, rounds.second):
+        borders = sorted((c.start, c.stop) for c in chunks)
+        assert [a for a, _ in borders] == [0, *(b for _, b in borders[:-1])] and borders[-1][1] == vocab
         for c in chunks:
             columns = -(-(c.stop - c.start) // 16) * 16
             assert columns <= plan.columns if c.lent is None else c.lent + rows * columns <= memory
             assert c.lent is None or c.lent % 8 == 0
-    for c in second:  # dW up to the chunk's own is written while its logits are read
-        assert c.lent is None or c.lent >= c.stop * dim
-    if second[0].lent is not None:  # and stays through the first round
-        assert first[0] == second[0]
-        ends = [c.lent + rows * -(-(c.stop - c.start) // 16) * 16 for c in first[1:] if c.lent is not None]
-        assert max(ends, default=0) <= second[0].lent
+    assert rounds.first[0].start == 0
+    lent = [c for c in rounds.second if c.lent is not None]
+    assert rounds.second[: len(lent)] == lent == sorted(lent)
+    assert all(c.lent >= c.stop * dim for c in lent)  # dW up to the chunk's own is written while its logits are read
+    through_buffer = [c for c in rounds.second if c.lent is None]
+    for c in rounds.ready:  # nobody writes over it between its place in the first round and that in the second
+        later = rounds.first[rounds.first.index(c) + 1 :]
+        if c.lent is None:
+            assert plan.rows >= rows and later == [] and through_buffer[0] == c
+        else:
+            assert rounds.second[0] == c
+            ends = [n.lent + rows * -(-(n.stop - n.start) // 16) * 16 for n in later if n.lent is not None]
+            assert max(ends, default=0) <= c.lent
 
 
 @pytest.mark.gpu
@@ -240,6 +249,7 @@ def test_two_streams_give_the_same_bits(monkeypatch, device, generator):
     for value in (ChunkPlan(1024, 1024), ChunkPlan(1024, 1024, lend=False)):
         found = []
         for overlap in (False, True):
-            monkeypatch.setattr(module, "chunk_plan", lambda *_, v=value._replace(overlap=overlap): v)
+            made = value._replace(overlap=overlap)
+            monkeypatch.setattr(module, "chunk_plan", lambda *_, made=made: made)
             found.append(gradients(x, w, targets, memory_budget=2**21))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
