@@ -36,6 +36,8 @@ BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
         ChunkPlan(4096, 4096),
         ChunkPlan(4096, 4096, lend=False),
         ChunkPlan(2048, 8192),
+        ChunkPlan(1024),  # of rows, more than the budget: from where on those are faster
+        ChunkPlan(512),
     ),
     2048: (
         ChunkPlan(8192, 7936),
@@ -47,6 +49,7 @@ BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
         ChunkPlan(4096, 4096, lend=False),
         ChunkPlan(8192, 7936, lend=False),
         ChunkPlan(512),
+        ChunkPlan(1024),
     ),
     768: (
         ChunkPlan(8192, 3072, overlap=True),
