@@ -73,14 +73,18 @@ def launch_ring(
 ) -> None:
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
-    descs = [_descriptor(logits, launch.tile)]
+    descs, sums = [_descriptor(logits, launch.tile)], []
     if launch.writers:
         kept, stream = launch.slots_of(vocab)
         descs.append(_descriptor(gradient, launch.tile))
+        sums.append(
+            lse if launch.parts == 1 else torch.zeros((rows, launch.parts), dtype=torch.int64, device=lse.device)
+        )
         kernel = cross_entropy_groups_kernel
         form = {
             "KEPT": kept,
             "STREAM": stream,
+            "PARTS": launch.parts,
             "AHEAD": 2,
             "SEND": launch.send,
             "READERS": launch.num_warps,
@@ -89,7 +93,8 @@ def launch_ring(
         }
     else:
         kernel, form = cross_entropy_ring_kernel, {"SLOTS": launch.slots, "WARPS": launch.num_warps}
-    kernel[(min(rows, num_sms * launch.programs),)](
+    together = min(rows, num_sms * launch.programs // launch.parts)  # rows
+    kernel[(together * launch.parts,)](
         *descs,
         logits,
         targets,
@@ -99,6 +104,7 @@ def launch_ring(
         gradient,
         loss if scale is None else scale,
         loss if grad_lse is None else grad_lse,
+        *sums,
         0 if scale is None or scale.dim() == 0 else scale.stride(0),
         rows,
         _row_stride(logits),

@@ -42,10 +42,13 @@ def chunks_of(vocab, TILE: tl.constexpr, KEPT: tl.constexpr):
 
 
 @gluon_jit
-def bring(slots, full, empty, desc, rows, first, begin, end, again, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """Chunks begin .. end - 1 of each of the program's rows, then begin .. begin + again - 1 once more."""
-    number = first * 0  # loads so far, over all rows
-    for row in range(first, rows, gl.num_programs(0)):
+def bring(
+    slots, full, empty, desc, rows, begin, end, again, TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Chunks begin .. end - 1 of each of the program's rows, then begin .. begin + again - 1 once more. PARTS programs
+    take the same rows."""
+    number = gl.program_id(0) * 0  # loads so far, over all rows
+    for row in range(gl.program_id(0) // PARTS, rows, gl.num_programs(0) // PARTS):
         for step in range(end - begin + again):
             slot = number % SLOTS
             mbarrier.wait(empty.index(slot), number // SLOTS & 1 ^ 1)
@@ -58,7 +61,7 @@ def bring(slots, full, empty, desc, rows, first, begin, end, again, TILE: tl.con
 @gluon_jit
 def _bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
     chunks, again = chunks_of(vocab, TILE, SLOTS)
-    bring(slots, full, empty, desc, rows, gl.program_id(0), 0, chunks, again, TILE, SLOTS)
+    bring(slots, full, empty, desc, rows, 0, chunks, again, TILE, SLOTS, 1)
 
 
 # --- Both passes -------------------------------------------------------------------------------------------------
@@ -147,14 +150,17 @@ def sum_last(
 
 @gluon_jit
 def row_inputs(
-    row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
+    row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index, begin, end,
     HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
+    """What a row has beside its logits. Only who has columns begin .. end - 1 may read a target there: in place, nobody
+    else knows whether it is overwritten already."""
     target = gl.load(targets_ptr + row).to(gl.int64)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < vocab)
     target = gl.where(in_range, target, 0)
-    x_target = gl.load(logits_ptr + gl.cast(row, gl.int64) * stride + target).to(gl.float32)
+    mine = (target >= begin) & (target < end)
+    x_target = gl.load(logits_ptr + gl.cast(row, gl.int64) * stride + target, mask=mine, other=0.0).to(gl.float32)
     scale = 1.0
     if HAS_SCALE:
         scale = gl.load(scale_ptr + gl.cast(row, gl.int64) * scale_stride)
@@ -162,27 +168,33 @@ def row_inputs(
     grad_lse = 0.0
     if HAS_GRAD_LSE:
         grad_lse = gl.load(grad_lse_ptr + row)
-    return target, ignored, in_range, x_target, scale, grad_lse
+    return target, mine, ignored, in_range, x_target, scale, grad_lse
+
+
+@gluon_jit
+def sum_of(reference, s):
+    """The maximum and the sum beside it of all vectors."""
+    top = gl.max(gl.max(reference, 1), 0)
+    return top, gl.sum(gl.sum(s * gl.exp2(reference - top), 1), 0)
 
 
 @gluon_jit
 def row_outputs(
-    row, reference, s, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
+    row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss, mine,
     SKIP_IGNORED: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Writes loss and lse. What the second pass needs: p · factor = 2^(z · log2(e) - rounded) · factor, whether the
-    gradient is 0 whatever the logits hold, and the target's element."""
-    top = gl.max(gl.max(reference, 1), 0)
-    lse, lse_low = lse_of(top, gl.sum(gl.sum(s * gl.exp2(reference - top), 1), 0))
+    """Writes loss and lse where `mine`. What the second pass needs: p · factor = 2^(z · log2(e) - rounded) · factor,
+    whether the gradient is 0 whatever the logits hold, and the target's element."""
+    lse, lse_low = lse_of(top, total)
     if SKIP_IGNORED:
         lse = gl.where(ignored, 0.0, lse)
         lse_low = gl.where(ignored, 0.0, lse_low)
     nll = (lse - x_target) + lse_low  # exact where the target is likely, and lse - x_target alone would cancel
     nll = gl.where(nll < 0.0, 0.0, nll)  # p <= 1, a rounding aside
     loss = nll + z_loss * lse * lse
-    gl.store(loss_ptr + row, gl.where(ignored, 0.0, gl.where(in_range, loss, float("nan"))))
-    gl.store(lse_ptr + row, lse)
-    gl.store(lse_low_ptr + row, lse_low)
+    gl.store(loss_ptr + row, gl.where(ignored, 0.0, gl.where(in_range, loss, float("nan"))), mask=mine)
+    gl.store(lse_ptr + row, lse, mask=mine)
+    gl.store(lse_low_ptr + row, lse_low, mask=mine)
 
     # p = 2^(z · log2(e) - rounded - low): what the rounded number lacks goes into the factor
     rounded = lse * 1.4426950216293335
@@ -267,8 +279,8 @@ def _consume(
     exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        target, ignored, in_range, x_target, scale, grad_lse = row_inputs(
-            row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
+        target, mine, ignored, in_range, x_target, scale, grad_lse = row_inputs(
+            row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index, 0, vocab,
             HAS_SCALE, HAS_GRAD_LSE,
         )  # fmt: skip
         last = base + chunks - 1
@@ -278,9 +290,10 @@ def _consume(
         )  # fmt: skip
         reference, s = sum_chunks(slots, full, empty, base + again, last, reference, s, False, TILE, SLOTS, WARPS)
         reference, s = sum_last(slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS)
+        top, total = sum_of(reference, s)
         rounded, factor, zero, d_target = row_outputs(
-            row, reference, s, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
-            SKIP_IGNORED, HAS_GRAD_LSE,
+            row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
+            mine, SKIP_IGNORED, HAS_GRAD_LSE,
         )  # fmt: skip
         sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
         thread_barrier()  # in place: nobody may write before all have read the target's logit

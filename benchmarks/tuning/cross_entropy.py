@@ -84,7 +84,7 @@ TARGETS += [
 
 # Rows in shared memory (Hopper): lines of 64 logits a chunk, chunks that shared memory holds, warps, programs an SM;
 # warps that write while those read, slots that stream what does not fit, twice, stores by TMA that a writer leaves
-# behind. A chunk of 64 lines is 8 KB: 28 of them fill an SM's 227 KB.
+# behind, programs a row. A chunk of 64 lines is 8 KB: 28 of them fill an SM's 227 KB.
 RINGS = {
     128256: (
         (128, 13, 16),
@@ -98,6 +98,10 @@ RINGS = {
         (64, 28, 8, 1, 8, 4, 2),
         (64, 28, 16, 1, 16, 4, 2),
         (128, 14, 8, 1, 8, 3, 1),
+        (64, 28, 8, 1, 8, 0, 0, 2),
+        (64, 28, 16, 1, 16, 0, 0, 2),
+        (128, 14, 8, 1, 8, 0, 0, 2),
+        (64, 28, 8, 1, 8, 0, 4, 2),
     ),
     50304: (
         (64, 13, 8, 2),

@@ -60,6 +60,7 @@ class RingLaunch:
         stream: with writers, of `slots`: how many of them stream what rows of more chunks than `slots` have too much
             to the readers, and as many to the writers.
         send: with writers, store by TMA out of the slots, so many chunks at a time; 0 to store from registers.
+        parts: with writers, programs that share a row, which then fits in the slots of all.
     """
 
     tile: int
@@ -69,6 +70,7 @@ class RingLaunch:
     writers: int = 0
     stream: int = 0
     send: int = 0
+    parts: int = 1
 
     @property
     def max_registers(self) -> int:
@@ -79,12 +81,15 @@ class RingLaunch:
         """Slots for what stays between the passes over a row of `vocab` logits, and the `stream` that is needed.
 
         Raises:
-            ValueError: the row does not fit, and no slot streams.
+            ValueError: the row does not fit, and no slot streams; or it has too few chunks for `parts`.
         """
-        if vocab <= self.slots * self.tile * RING_COLUMNS:
+        chunks = -(-vocab // (self.tile * RING_COLUMNS))
+        if chunks <= self.slots * self.parts and (self.parts - 1) * -(-chunks // self.parts) < chunks:
             return self.slots, 0
-        if self.stream < 1 or self.slots <= 2 * self.stream:
-            raise ValueError(f"{self}: {vocab} logits do not fit in its slots: expected 0 < 2 * stream < slots")
+        if self.stream < 1 or self.slots <= 2 * self.stream or self.parts > 1:
+            raise ValueError(
+                f"{self}: {vocab} logits do not fit in its slots: expected 0 < 2 * stream < slots and parts=1"
+            )
         return self.slots - 2 * self.stream, self.stream
 
 

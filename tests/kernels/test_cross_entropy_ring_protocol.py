@@ -95,8 +95,9 @@ class _Array:
 class _Thread(threading.Thread):
     """A partition: runs when it has the turn, and knows what is over by its own deeds and by barriers."""
 
-    def __init__(self, machine: Machine, function: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, machine: Machine, program: int, function: Any, args: tuple[Any, ...]) -> None:
         super().__init__(daemon=True)
+        self.program = program
         self.machine, self.function, self.args = machine, function, args
         self.turn = threading.Semaphore(0)
         self.known: frozenset[object] = frozenset()
@@ -140,6 +141,8 @@ class Machine:
         self.copied: dict[tuple[int, int], list[object]] = {}
         self.read: dict[tuple[int, int], int] = {}
         self.written: list[tuple[int, int]] = []
+        self.summed: set[tuple[int, int]] = set()  # row, program
+        self.parts = 1  # programs a row
         self.pitch = 0  # elements from row to row of the gradient
 
     def me(self) -> _Thread:
@@ -229,15 +232,20 @@ class Machine:
             assert all(copy in me.known for copy in self.copied[place]), "logits are overwritten while they are copied"
             self.written.append(place)
 
+    def exchange(self, sums: Any, row: int, *_: Any) -> Any:
+        self.summed.add((row, self.me().program))
+        self._until(lambda: all((row, program) in self.summed for program in range(self.parts)))
+        return _Tensor(), _Tensor()
+
     # The run
 
-    def run(self, rows: int, chunks: int, partitions: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    def run(self, rows: int, chunks: int, partitions: list[tuple[int, Any, tuple[Any, ...]]]) -> None:
         """Every partition to its end.
 
         Raises:
             AssertionError: what the class promises is broken, or all wait for one another.
         """
-        self.threads = [_Thread(self, function, args) for function, args in partitions]
+        self.threads = [_Thread(self, *partition) for partition in partitions]
         for thread in self.threads:
             thread.start()
         try:
@@ -280,16 +288,16 @@ class _Language:
     """What the kernels take from gluon.language."""
 
     def __init__(self, machine: Machine) -> None:
-        self.store, self.values = machine.store, _Tensor()
+        self.store, self.values, self.machine = machine.store, _Tensor(), machine
 
     def __getattr__(self, name: str) -> Any:
         return self.values
 
     def program_id(self, axis: int) -> int:
-        return 0
+        return self.machine.me().program
 
     def num_programs(self, axis: int) -> int:
-        return 1
+        return self.machine.parts
 
     def maximum(self, a: Any, b: Any) -> Any:
         return max(a, b) if isinstance(a, int) and isinstance(b, int) else self.values
@@ -309,6 +317,7 @@ def _play(
     kept: int,
     stream: int | None,
     send: int = 0,
+    parts: int = 1,
 ) -> None:
     """A program's rows in the one group's kernel (stream None) with `kept` slots, or in the two groups'."""
     value = _Tensor()
@@ -327,9 +336,12 @@ def _play(
             "lines_of_last": lambda *_: value,
             "empty_sum": lambda *_: (value, value),
             "accumulate": lambda *_: (value, value),
+            "sum_of": lambda *_: (value, value),
+            "_all_parts": machine.exchange,
             "lse_of": lambda *_: (value, value),
             "expm1_of_negative": lambda *_: value,
         }
+        machine.parts = parts
         for module in (kernels, groups):
             for name, function in list(vars(module).items()):
                 if name in replaced:
@@ -347,32 +359,29 @@ def _play(
         machine.pitch = chunks * CHUNK
         gradient = _Address(0)
         desc, flags = value, (True, True, False)
-        slots, full, empty = ring(kept)
-        if stream is None:
-            row_args = (value, value, value, value, value, gradient, value, value, 0, rows, 0, machine.pitch)
-            work = [
-                (
-                    kernels._consume,
-                    (slots, full, empty, *row_args, vocab, -100, 0.0, *flags, TILE, kept, 4),
-                ),
-                (kernels._bring_rows, (slots, full, empty, desc, rows, vocab, TILE, kept)),
-            ]
-        else:
+        work: list[tuple[int, Any, tuple[Any, ...]]] = []
+        for program in range(parts):
+            slots, full, empty = ring(kept)
+            brought = (slots, full, empty, desc, rows, vocab, TILE, kept)
+            if stream is None:
+                row_args = (value, value, value, value, value, gradient, value, value, 0, rows, 0, machine.pitch)
+                sizes = (*flags, TILE, kept, 4)
+                work.append((0, kernels._consume, (slots, full, empty, *row_args, vocab, -100, 0.0, *sizes)))
+                work.append((0, kernels._bring_rows, brought))
+                continue
             once, twice = (ring(stream), ring(stream)) if stream else ((slots, full, empty), (slots, full, empty))
             ahead = 2
             notes = (_Array([_Note(machine) for _ in range(4 * ahead)]), barriers(ahead), barriers(ahead))
-            read_args = (value, value, value, value, value, value, value, 0, rows, 0, vocab, -100, 0.0)
-            sizes = (TILE, kept, stream, ahead)
-            work = [
-                (groups._read, (slots, full, *once, *notes, *read_args, *flags, *sizes, 4)),
-                (
-                    groups._write,
-                    (slots, full, empty, *twice, *notes, desc, gradient, rows, machine.pitch, vocab, *sizes, send, 4),
-                ),
-                (groups._bring_kept, (slots, full, empty, desc, rows, vocab, TILE, kept)),
+            read_args = (value, value, value, value, value, value, value, value, 0, rows, 0, vocab, -100, 0.0, *flags)
+            write_args = (desc, gradient, rows, machine.pitch, vocab)
+            sizes = (TILE, kept, stream, parts, ahead)
+            work += [
+                (program, groups._read, (slots, full, *once, *notes, *read_args, *sizes, 4)),
+                (program, groups._write, (slots, full, empty, *twice, *notes, *write_args, *sizes, send, 4)),
+                (program, groups._bring_kept, (*brought, parts)),
             ]
-            if stream:
-                work += [(groups._bring_others, (*r, desc, rows, vocab, TILE, kept, stream)) for r in (once, twice)]
+            for others in (once, twice) if stream else ():
+                work.append((program, groups._bring_others, (*others, desc, rows, vocab, TILE, kept, stream, parts)))
         machine.run(rows, chunks, work)
 
 
@@ -390,6 +399,13 @@ def test_one_group(monkeypatch, chunks, slots):
 def test_two_groups(monkeypatch, chunks, kept, stream, send):
     for seed in range(3):
         _play(monkeypatch, Machine(seed), 5, chunks, kept, stream, send)
+
+
+@pytest.mark.parametrize(("chunks", "kept"), [(2, 1), (3, 2), (6, 3), (7, 6), (16, 14)])
+@pytest.mark.parametrize("send", [0, 2])
+def test_two_programs_a_row(monkeypatch, chunks, kept, send):
+    for seed in range(3):
+        _play(monkeypatch, Machine(seed), 4, chunks, kept, 0, send, parts=2)
 
 
 @pytest.mark.parametrize(("kept", "stream", "send"), [(7, None, 0), (16, 0, 0), (7, 3, 0), (16, 0, 2)])
