@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,10 +61,10 @@ class _Layer(NamedTuple):
         memory, height = self.buffer, self.block_rows
         if chunk.lent is not None:
             memory, height = self.dw.view(-1).view(self.x.dtype)[chunk.lent :], rows
+        block = memory[: min(height, rows) * stride].view(-1, stride)[:, :columns]
         for start in range(0, rows, height):
             part = slice(start, min(start + height, rows))
-            count = part.stop - start
-            yield part, memory[: count * stride].view(count, stride)[:, :columns]
+            yield part, block if part.stop - start == height else block[: part.stop - start]
 
 
 def run_vocab_chunks(
@@ -112,10 +112,17 @@ def run_vocab_chunks(
 
 def first_round(layer: _Layer, rounds: Rounds, numbers: torch.Tensor, skip_ignored: bool) -> None:
     """Adds up the rows' numbers."""
+
+    @functools.cache  # views cost the host time, and each block of rows comes once a chunk
+    def views(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return layer.x[start:stop], layer.targets[start:stop], numbers[:, start:stop]
+
     for chunk in rounds.first:
+        weight = layer.weight[chunk.start : chunk.stop]
         for rows, logits in layer.blocks(chunk):
-            multiply_logits(layer.x[rows], layer.weight[chunk.start : chunk.stop], logits)
-            launch_block_sums(logits, layer.targets[rows], numbers[:, rows], chunk.start, layer.options, skip_ignored)
+            x, targets, block_numbers = views(rows.start, rows.stop)
+            multiply_logits(x, weight, logits)
+            launch_block_sums(logits, targets, block_numbers, chunk.start, layer.options, skip_ignored)
 
 
 def second_round(
@@ -130,30 +137,39 @@ def second_round(
     side: torch.cuda.Stream | None,
 ) -> None:
     """Writes dW and dx (fp32; None for no gradient); dW on the stream `side`, if given, beside dx."""
-    x, vocab, dw = layer.x, layer.weight.shape[0], layer.dw
-    main = torch.cuda.current_stream(x.device) if side else None
+    vocab, dw, dtype = layer.weight.shape[0], layer.dw, layer.x.dtype
+    main = torch.cuda.current_stream(dw.device) if side else None
     sums = torch.empty(0)
+
+    @functools.cache
+    def views(start: int, stop: int) -> tuple[Any, ...]:
+        part = slice(start, stop)
+        given = (lse, lse_low, scale if scale is not None and scale.dim() else None, grad_lse, dx)
+        return layer.x[part], layer.targets[part], numbers[:, part], *(t if t is None else t[part] for t in given)
+
     for chunk in rounds.second:
         weight, dw_part = layer.weight[chunk.start : chunk.stop], dw[chunk.start : chunk.stop]
-        one_block = chunk.lent is not None or layer.block_rows >= x.shape[0]
+        one_block = chunk.lent is not None or layer.block_rows >= layer.x.shape[0]
         total = dw_part
-        if dw.dtype != torch.float32 and not (one_block and dw.dtype == x.dtype):
+        if dw.dtype != torch.float32 and not (one_block and dw.dtype == dtype):
             if sums.shape[0] < dw_part.shape[0]:
                 sums = torch.empty_like(dw_part, dtype=torch.float32)
             total = sums[: dw_part.shape[0]]
         for rows, logits in layer.blocks(chunk):
+            x, targets, block_numbers, high, low, row_scale, row_grad_lse, block_dx = views(rows.start, rows.stop)
             if main and side:  # which reads the block before
                 main.wait_stream(side)
             if chunk not in rounds.ready:
-                multiply_logits(x[rows], weight, logits)
+                multiply_logits(x, weight, logits)
+            row_scale = scale if row_scale is None else row_scale
             launch_block_gradient(
                 logits,
-                layer.targets[rows],
-                numbers[:, rows],
-                lse[rows],
-                lse_low[rows],
-                scale if scale is None or scale.dim() == 0 else scale[rows],
-                None if grad_lse is None else grad_lse[rows],
+                targets,
+                block_numbers,
+                high,
+                low,
+                row_scale,
+                row_grad_lse,
                 chunk.start,
                 vocab,
                 layer.options,
@@ -162,9 +178,9 @@ def second_round(
                 if one_block and total is dw_part:
                     multiply_dw(dw_part, logits, x)
                 else:
-                    accumulate_dw(total, logits, x[rows], first=rows.start == 0)
-            if dx is not None:
-                accumulate_dx(dx[rows], logits, weight, first=chunk == rounds.second[0])
+                    accumulate_dw(total, logits, x, first=rows.start == 0)
+            if block_dx is not None:
+                accumulate_dx(block_dx, logits, weight, first=chunk == rounds.second[0])
         if total is not dw_part:
             with _on(side):
                 dw_part.copy_(total)

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from fuselm.kernels import chunk_products, linear_cross_entropy
-from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits, vocab_parts
+from fuselm.kernels.chunk_products import (
+    accumulate_dw,
+    accumulate_dx,
+    logits_buffer,
+    multiply_dw,
+    multiply_dx,
+    multiply_logits,
+    vocab_parts,
+)
 from fuselm.kernels.numerics import check_budget
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,6 +57,13 @@ def test_products(vocab, dtype, in_parts):
     dx = torch.full_like(x, float("nan"))
     multiply_dx(logits, w, dx)
     check_budget(dx, logits.double() @ w.double(), logits @ w, name="dx")
+    dx = torch.full((11, 24), float("nan"))
+    for times, first in ((1, True), (2, False)):
+        accumulate_dx(dx, logits, w, first=first)
+        check_budget(dx, times * (logits.double() @ w.double()), times * (logits.float() @ w.float()), name="fp32 dx")
+    dw = torch.full((vocab, 24), float("nan"), dtype=dtype)
+    multiply_dw(dw, logits, x)
+    check_budget(dw, logits.double().t() @ x.double(), logits.t() @ x, name="dw in x's dtype")
     dw = torch.full((vocab, 24), float("nan"))
     accumulate_dw(dw, logits, x, first=True)
     once = logits.double().t() @ x.double()
