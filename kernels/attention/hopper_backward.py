@@ -391,14 +391,15 @@ def hopper_backward(
             COUNTED=launch.rolling, num_warps=4,
         )  # fmt: skip
         table, tiles = tile_table(
-            cu_seqlens_k, cu_seqlens_q, keys, queries, block_n, queries=False, causal=causal, window=window
-        )
+            cu_seqlens_k, cu_seqlens_q, keys, queries, block_n,
+            by_work=not launch.ordered, queries=False, causal=causal, window=window,
+        )  # fmt: skip
         instances = batch * kv_heads
-        section = (
-            instances
-            if launch.ordered
-            else heads_a_section(2 * group * queries * head_dim * q.element_size(), instances, launch.section_bytes)
-        )
+        # Documents are no longest first if that holds within sections only.
+        head_bytes = 2 * group * queries * head_dim * q.element_size()
+        section = instances
+        if not (launch.ordered or packed):
+            section = heads_a_section(head_bytes, instances, launch.section_bytes)
         descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),

@@ -47,7 +47,7 @@ def _produce(
     used = gl.program_id(0) * 0  # those that had blocks
     done = gl.program_id(0) * 0  # blocks so far
     passed = gl.program_id(0) * 0  # blocks before the last tile that had some
-    position = gl.atomic_add(counter_ptr, 1)
+    position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while position < instances * tiles:
         tile, instance = tile_and_head(position, instances, section, tiles)
         # The first keys meet the most queries: they go first.
@@ -107,7 +107,7 @@ def _produce(
                 mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
                 load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
                 done += 1
-        position = gl.atomic_add(counter_ptr, 1)
+        position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
     note(plan, number & 1, 0, -1)
     mbarrier.arrive(plan_full.index(number & 1), count=1)

@@ -146,7 +146,12 @@ def note(plan, slot, index: tl.constexpr, value):
 def noted(plan, slot, index: tl.constexpr):
     """A number of a plan, for a warpgroup."""
     one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(plan.index(16 * slot + index).load(one), 0)
+    number = plan.index(16 * slot + index).load(one)
+    # All threads have the same number, which ptxas learns from this alone: it then goes to a uniform register.
+    number = gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.sum(number, 0)
 
 
 @gluon_jit
@@ -301,25 +306,27 @@ def _work(first, rows, others, window, QUERIES: tl.constexpr, CAUSAL: tl.constex
 @jit(do_not_specialize=["rows", "others", "documents", "window"])
 def _tile_table_kernel(
     table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
-    QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    SORTED: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles = tl.num_programs(0)
     first, length, begin, other_length, other_begin = locate(
         tile, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
     )
-    work = _work(first, length, other_length, window, QUERIES, CAUSAL, WINDOW, BLOCK)
-    place = tl.zeros((), tl.int32)  # how many tiles have less work
-    for start in range(0, tiles, 128):
-        each = start + tl.arange(0, 128)
-        each_first, each_length, _begin, each_others, _other_begin = locate(
-            each, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
-        )
-        each_work = _work(each_first, each_length, each_others, window, QUERIES, CAUSAL, WINDOW, BLOCK)
-        less = (each_work < work) | ((each_work == work) & (each < tile))
-        place += tl.sum((less & (each < tiles)).to(tl.int32), 0)
-    if not QUERIES:
-        place = tiles - 1 - place
+    place = tile
+    if SORTED:
+        work = _work(first, length, other_length, window, QUERIES, CAUSAL, WINDOW, BLOCK)
+        place = tl.zeros((), tl.int32)  # how many tiles have less work
+        for start in range(0, tiles, 128):
+            each = start + tl.arange(0, 128)
+            each_first, each_length, _begin, each_others, _other_begin = locate(
+                each, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
+            )
+            each_work = _work(each_first, each_length, each_others, window, QUERIES, CAUSAL, WINDOW, BLOCK)
+            less = (each_work < work) | ((each_work == work) & (each < tile))
+            place += tl.sum((less & (each < tiles)).to(tl.int32), 0)
+        if not QUERIES:
+            place = tiles - 1 - place
     entry = table_ptr + place * 8
     tl.store(entry, first)
     tl.store(entry + 1, length)
@@ -337,11 +344,12 @@ def tile_table(
     others: int,
     block: int,
     *,
+    by_work: bool = True,
     queries: bool,
     causal: bool,
     window: int,
 ) -> tuple[torch.Tensor | None, int]:
-    """The tiles of `block` rows over packed documents, sorted by their work, and how many there are.
+    """The tiles of `block` rows over packed documents, and how many there are.
 
     Args:
         cu_rows: (documents + 1,) int32, or None for no documents.
@@ -349,8 +357,9 @@ def tile_table(
         rows: over all documents.
         others: over all documents.
         block: rows of a tile.
-        queries: whether the rows are queries, whose tiles are sorted with the longest last; those of keys are sorted
-            with the longest first: both as without documents under a causal mask.
+        by_work: whether to sort them by how many of the others they meet, those of queries with the longest last, those
+            of keys with the longest first, both as without documents under a causal mask; else in `locate`'s order.
+        queries: whether the rows are queries.
         causal: whether a causal mask cuts the work.
         window: its width, 0 for none.
 
@@ -365,6 +374,6 @@ def tile_table(
     table = torch.empty((tiles + 1, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
     _tile_table_kernel[(tiles,)](
         table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, window,
-        QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block, num_warps=1,
+        SORTED=by_work, QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return table, tiles

@@ -47,7 +47,7 @@ from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forwa
 def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
     """The place of a program's next tile: from a counter, or the program's share by position."""
     if COUNTED:
-        return gl.atomic_add(counter_ptr, 1)
+        return gl.atomic_add(counter_ptr, 1, sem="relaxed")
     else:
         return position_at(gl.program_id(0), gl.num_programs(0), step)
 
@@ -404,7 +404,7 @@ def hopper_forward(
             heads,
             group,
             batch * heads,
-            heads_a_section(head_bytes, batch * heads, launch.section_bytes, group),
+            batch * heads if packed else heads_a_section(head_bytes, batch * heads, launch.section_bytes, group),
             tiles,
             min(window, max(keys, 1)),
             scale * LOG2E,

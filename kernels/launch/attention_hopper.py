@@ -101,13 +101,18 @@ def hopper_backward_launch(
     """Tiles of the main backward kernel for sequences of `keys` keys; ordered if `deterministic`.
 
     Measured on an H200, causal bf16, milliseconds. Lagged: 2.431 at head_dim 128 (4 x 4096) and 1.464 at 64, else 2.787
-    and 1.723. Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977; but 0.539 and 0.489 at head_dim 64
-    with 1024 keys, where many heads share a section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
+    and 1.723. Rolling: 0.399 at head_dim 64 (32 x 1024), 1.431 (4 x 4096), 2.458 (16384), else 0.493, 1.518, 2.741.
+    Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977. Rolling with 24 and 32 MiB: 1.431 and 1.502
+    (4 x 4096), 2.458 and 2.561 (16384); with 16 and 24 MiB 0.399 and 0.422 at 1024 keys, where many heads share a
+    section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
     """
-    block_m = 128 if head_dim == 64 else 64
+    if head_dim == 64:
+        if deterministic:
+            return HopperBackwardLaunch(128, 2, 0, lagged=False, ordered=True)
+        return HopperBackwardLaunch(128, 2, (16 if keys <= 2048 else 24) * MIB, rolling=True)
     if deterministic:
-        return HopperBackwardLaunch(block_m, 2, 0, lagged=head_dim == 128, ordered=True)
-    return HopperBackwardLaunch(block_m, 2, (16 if keys <= 2048 else 32) * MIB)
+        return HopperBackwardLaunch(64, 2, 0, ordered=True)
+    return HopperBackwardLaunch(64, 2, (16 if keys <= 2048 else 32) * MIB)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:

@@ -118,23 +118,43 @@ def test_sections_are_whole_groups_that_fit():
     assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
 
 
-def test_tile_table(device):
-    """Every row of every document, and of what lies behind the last, is in one tile, at its place."""
+@pytest.mark.parametrize("queries", [True, False])
+@pytest.mark.parametrize("masks", [(True, 0), (True, 50), (False, 0)])
+@pytest.mark.parametrize("by_work", [True, False])
+def test_tile_table(by_work, masks, queries, device):
+    """Every row of every document, and of what lies behind the last, is in one tile, at its place; tiles are sorted by
+    the pairs of blocks that they hold, or else as documents come."""
     borders_q, borders_k = (0, 5, 5, 40, 100, 300), (0, 7, 9, 9, 200, 230)
+    causal, window = masks
     cu_q, cu_k = (torch.tensor(b, dtype=torch.int32, device=device) for b in (borders_q, borders_k))
-    table, tiles = common.tile_table(cu_q, cu_k, 310, 240, 32)
-    assert table is not None and table.shape == (tiles, common.TABLE_COLUMNS)
+    table, tiles = common.tile_table(
+        cu_q, cu_k, 310, 240, 32, by_work=by_work, queries=queries, causal=causal, window=window
+    )
+    assert table is not None and table.shape == (tiles + 1, common.TABLE_COLUMNS) and table[tiles, 0] == 0
     rows = torch.zeros(310, dtype=torch.int32)
-    for tile, (first, length, begin, others, other_begin, document, *_) in enumerate(table.tolist()):
+    work, numbers = [], []
+    for first, length, begin, others, other_begin, document, *_ in table[:tiles].tolist():
         if document < 5:
             assert (begin, begin + length) == borders_q[document : document + 2]
             assert (other_begin, other_begin + others) == borders_k[document : document + 2]
         else:
             assert (begin, length, others) == (300, 10, 0)
-        assert tile == begin // 32 + document + first // 32
         rows[begin + first : begin + min(first + 32, length)] += 1
-    assert (rows == 1).all()
-    assert common.tile_table(None, None, 310, 240, 32) == (None, 10)
+        numbers.append(begin // 32 + document + first // 32)
+        options = {"causal": causal, "window": window or None}
+        if queries:
+            seen = visible_pairs(length, others, torch.device("cpu"), **options)[first : first + 32]
+        else:
+            seen = visible_pairs(others, length, torch.device("cpu"), **options)[:, first : first + 32].T
+        met = seen.any(0).nonzero()
+        work.append(-1 if first >= length else int(met.max() - met.min()) + 1 if len(met) else 0)
+    assert (rows == 1).all() and sorted(numbers) == list(range(tiles))
+    if by_work:
+        assert work == sorted(work, reverse=not queries)
+    else:
+        assert numbers == list(range(tiles))
+    nothing = common.tile_table(None, None, 310, 240, 32, queries=True, causal=True, window=0)
+    assert nothing == (None, 10)
 
 
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
