@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from .fast_interpreter import speed_up
+from .forked import Server
 
 # @triton.jit decides at import between compiling and interpreting, so this stands before anything imports triton.
 if not torch.cuda.is_available():
@@ -15,6 +20,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"fuselm-inductor-{os.getuid()}"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    speed_up()
 
 ROOT = Path(__file__).resolve().parents[1]
 # The files that take longest begin first: two workers then end at about the same time.
@@ -53,6 +60,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if exitstatus == 0 and any("tests/kernels" in r.nodeid for r in reporter.stats.get("skipped", [])):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_finish() -> None:
+    """Modules that are loaded by now are never garbage: collections, which the trainer asks for, pass over them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Where programs come from that need no interpreter of their own; see forked.py."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -10,11 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fuselm.train.config import parse_command_line
 from fuselm.train.presets import PRESETS
+
+from .forked import Program, Server
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -32,10 +35,10 @@ def _commands(page: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def bundled_data(tmp_path_factory) -> Path:
+def bundled_data(tmp_path_factory, server) -> Path:
     """The bundled text, prepared once for all pages; the first run in a clone does it."""
     folder = tmp_path_factory.mktemp("bundled")
-    _run("python train/pretrain.py --preset debug --training.steps 1", _clone(folder))
+    _run("python train/pretrain.py --preset debug --training.steps 1", _clone(folder), server)
     return folder / "runs" / "data"
 
 
@@ -52,28 +55,26 @@ def _clone(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p, "python")], ids=lambda p: p.stem)
-def test_python_examples_run(page, tmp_path, monkeypatch):
+def test_python_examples_run(page, tmp_path, monkeypatch, server):
     monkeypatch.chdir(_clone(tmp_path))
     code = "\n".join(_blocks(page, "python"))
     if "my_data" in code:
-        _run("python train/prepare_data.py my_texts my_data --vocab-size 1024", tmp_path)
+        _run("python train/prepare_data.py my_texts my_data --vocab-size 1024", tmp_path, server)
     exec(compile(code, str(page), "exec"), {"__name__": "example"})
 
 
-def _run(command: str, folder: Path) -> None:
+def _run(command: str, folder: Path, server: Server) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+    words = shlex.split(command)
+    if words[0] == "python" and not {"|", ">"} & set(words):
+        program = Program(server, words[1:], env=environment, cwd=folder)
+        code, (out, err) = program.wait(300), program.communicate()
+    else:
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        shell: dict[str, Any] = {"shell": True, "cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, **shell, capture_output=True, text=True, timeout=300)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    assert code == 0, f"{command}\n{out[-1500:]}\n{err[-2500:]}"
 
 
 def _pretrain_arguments(words: list[str]) -> list[str] | None:
@@ -84,18 +85,18 @@ def _pretrain_arguments(words: list[str]) -> list[str] | None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _commands(p)], ids=lambda p: p.stem)
-def test_shell_commands(page, tmp_path, bundled_data):
+def test_shell_commands(page, tmp_path, bundled_data, server):
     """In their order, as a reader of the page would type them."""
     folder = _clone(tmp_path)
     shutil.copytree(bundled_data, folder / "runs" / "data")
     commands = _commands(page)
     if any("runs/demo" in command for command in commands):  # what `make demo` leaves behind, in short
-        _run("python train/pretrain.py --preset debug --name demo --training.steps 2", folder)
+        _run("python train/pretrain.py --preset debug --name demo --training.steps 2", folder, server)
     for command in commands:
-        _check(command, folder)
+        _check(command, folder, server)
 
 
-def _check(command: str, clone: Path) -> None:
+def _check(command: str, clone: Path, server: Server) -> None:
     words = shlex.split(command)
     arguments = _pretrain_arguments(words)
     if words[0] == "git":
@@ -113,18 +114,18 @@ def _check(command: str, clone: Path) -> None:
         assert done.returncode == 0 and "Would install fuselm" in done.stdout, done.stderr
         return
     if words[0] == "pytest" or "pytest" in words:
-        _run(command + " --collect-only -q", clone)
+        _run(command + " --collect-only -q", clone, server)
         return
     if arguments is not None:
         config = parse_command_line(arguments, PRESETS, "")  # raises on a wrong option
         if config.preset not in QUICK_PRESETS:
             return
-        _run(f"{command} --training.steps 2", clone)
+        _run(f"{command} --training.steps 2", clone, server)
         return
     if any("bench_step" in w or "report.py" in w for w in words):
-        _run(command.split(".py")[0] + ".py --help", clone)
+        _run(command.split(".py")[0] + ".py --help", clone, server)
         return
-    _run(command, clone)
+    _run(command, clone, server)
 
 
 def test_every_link_and_picture_exists():

@@ -27,14 +27,17 @@ def _python(code: str, *, python: str = sys.executable, env: dict | None = None,
 
 def test_import_is_lazy_and_cheap():
     """`import fuselm` brings neither torch nor triton, and takes under 0.1 s beyond torch's own import (best of
-    three)."""
+    up to three)."""
     code = (
         "import sys, time, torch; t = time.perf_counter(); import fuselm; print(time.perf_counter() - t);"
         "print('triton' in sys.modules and not triton_before)"
     ).replace("t = time", "triton_before = 'triton' in sys.modules; t = time")
-    outputs = [_python(code).split() for _ in range(3)]
-    assert min(float(seconds) for seconds, _ in outputs) < 0.1
-    assert {loaded for _, loaded in outputs} == {"False"}
+    taken: list[float] = []
+    while len(taken) < 3 and min(taken, default=1.0) >= 0.1:
+        seconds, loaded = _python(code).split()
+        assert loaded == "False"
+        taken.append(float(seconds))
+    assert min(taken) < 0.1
     assert _python("import sys, fuselm; print('torch' in sys.modules)").strip() == "False"
 
 
@@ -138,11 +141,27 @@ def test_the_wheel_carries_the_bundled_text(wheel_python, tmp_path):
 SCRIPTS = ["pretrain", "prepare-data", "sample", "checkpoints", "watch", "finetune", "chat"]
 
 
-@pytest.mark.parametrize("script", [f"fuselm-{name}" for name in SCRIPTS])
-def test_console_scripts_of_the_wheel(wheel_python, script, tmp_path):
-    done = subprocess.run(
-        [Path(wheel_python).parent / script, "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+EVERY_HELP = """
+import contextlib, importlib.metadata, io, sys
+for entry in importlib.metadata.distribution("fuselm").entry_points:
+    sys.argv, said, code = [entry.name, "--help"], io.StringIO(), 0
+    with contextlib.redirect_stdout(said):
+        try:
+            code = entry.load()()
+        except SystemExit as end:
+            code = end.code
+    print(entry.name, code or 0, "usage" in said.getvalue().lower())
+"""
+
+
+def test_console_scripts_of_the_wheel(wheel_python, tmp_path):
+    """What each script calls, in one process; then one of the scripts themselves, which pip writes all alike."""
+    names = [f"fuselm-{name}" for name in SCRIPTS]
+    lines = _python(EVERY_HELP, python=wheel_python, cwd=tmp_path).splitlines()
+    assert sorted(lines) == sorted(f"{name} 0 True" for name in names)
+    scripts = [Path(wheel_python).parent / name for name in names]
+    assert all(os.access(script, os.X_OK) for script in scripts)
+    done = subprocess.run([scripts[-1], "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and "usage" in done.stdout.lower(), done.stderr
 
 

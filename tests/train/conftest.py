@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from fuselm.train.config import (
 from fuselm.train.distributed import World
 from fuselm.train.lr_schedule import ScheduleConfig
 from fuselm.train.prepare_data import prepare
+
+from ..forked import Program, Server
 
 
 @pytest.fixture(scope="session")
@@ -91,44 +92,30 @@ def world() -> Iterator[World]:
         distributed.stop(world)
 
 
-class _Processes:
-    """Processes with the environment that torchrun would give them."""
+class Processes:
+    """Programs with the environment that torchrun would give them; see forked.py."""
 
-    def __init__(self, command: list[str], count: int) -> None:
+    def __init__(self, server: Server, command: list[str], count: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        self.members = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
+        place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        self.members = [Program(server, command, env=environment) for environment in ranks]
 
     def wait(self, timeout: float = 240) -> list[tuple[int, str, str]]:
         """(exit code, stdout, stderr) of each."""
         try:
-            outputs = [member.communicate(timeout=timeout) for member in self.members]
+            return [(member.wait(timeout), *member.communicate()) for member in self.members]
         finally:
             for member in self.members:
                 member.kill()
-        return [(m.returncode, out, err) for m, (out, err) in zip(self.members, outputs, strict=True)]
 
 
 @pytest.fixture(scope="session")
-def launch() -> type[_Processes]:
+def launch(server: Server) -> Callable[[list[str], int], Processes]:
     """launch(command, count): see the class."""
-    return _Processes
+    return functools.partial(Processes, server)
 
 
 @pytest.fixture(scope="session")

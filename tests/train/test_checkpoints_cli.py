@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,8 @@ from fuselm.train.checkpointing import step_folder
 from fuselm.train.checkpoints import main
 from fuselm.train.distributed import World
 from fuselm.train.shards import hold
+
+from ..forked import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [100, 200, 300, 400, 500]
@@ -261,10 +261,10 @@ def test_ctrl_c_ends_without_a_traceback(run, monkeypatch):
     assert _call("verify", run) == 130
 
 
-def test_as_a_script(original):
-    command = [sys.executable, "train/checkpoints.py", "list", str(original)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("complete") == 5, done.stderr
+def test_as_a_script(original, server):
+    program = Program(server, ["train/checkpoints.py", "list", str(original)], cwd=ROOT)
+    code, (out, err) = program.wait(120), program.communicate()
+    assert code == 0 and out.count("complete") == 5, err
 
 
 @pytest.mark.parametrize("command", [[], ["list"], ["verify"], ["prune"]])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,8 @@ from fuselm.train.hang_watch import HangWatch, waiting_collectives
 from fuselm.train.memory_advice import advice
 from fuselm.train.metrics import read_metrics
 from fuselm.train.resume import go_on_with_batch
+
+from ..forked import Program
 
 HERE = Path(__file__).parent
 
@@ -122,15 +121,15 @@ def test_a_lost_rank_ends_the_others_with_a_line(launch, options):
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_torchrun_starts_again_and_the_run_goes_on(options, tmp_path, resume):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_torchrun_starts_again_and_the_run_goes_on(options, tmp_path, server, resume):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--max-restarts", "2", "--monitor-interval", "0.1"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [*torchrun, str(HERE / "faulty_process.py"), "kill", "1", "8"]
     command += options(checkpoint__every=2, checkpoint__resume=resume)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout
+    program = Program(server, command)
+    code, (out, err) = program.wait(240), program.communicate()
+    assert code == 0, err
+    assert "resuming from" in out
     steps = [e["step"] for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in e]
     assert steps == list(range(1, 13)) and not (tmp_path / "run.1").exists()
     starts = [e for e in read_events(tmp_path / "run") if e["kind"] == "start"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from fuselm.train.chat_data import ChatTemplate
 from fuselm.train.finetune_model import load_tuned, open_base
 from fuselm.train.tokenizer import TextTokenizer
 from fuselm.train.trainer import StopSignal
+
+from ..forked import Program, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"the sky": "Blue, mostly.", "a lemon": "Yellow.", "snow": "White \N{SNOWFLAKE}.", "grass": "It is green."}
@@ -150,13 +150,14 @@ def test_adapters_change_answers_and_leave_the_base_alone(tuned: Path, tmp_path:
     assert answers(run, OTHERS) == OTHERS
 
 
-def test_talk_through_a_pipe(tuned: Path, tmp_path: Path) -> None:
+def test_talk_through_a_pipe(tuned: Path, tmp_path: Path, server: Server) -> None:
     lines = "What colour has snow?\n\n/reset\nWhat colour has the sky?\nA <|end|> token?\n/quit\nnever read\n"
-    command = [sys.executable, str(ROOT / "train" / "chat.py"), str(tuned), "--temperature", "0", "--device", "cpu"]
-    done = subprocess.run([*command, "--stats"], input=lines, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "White \N{SNOWFLAKE}.\nBlue, mostly.\n"
-    assert done.stderr.count("tok/s") == 2 and "error: a message of role user holds the special token" in done.stderr
+    command = [str(ROOT / "train" / "chat.py"), str(tuned), "--temperature", "0", "--device", "cpu", "--stats"]
+    talk = Program(server, command, input=lines, cwd=tmp_path)
+    code, (out, err) = talk.wait(120), talk.communicate()
+    assert code == 0, err
+    assert out == "White \N{SNOWFLAKE}.\nBlue, mostly.\n"
+    assert err.count("tok/s") == 2 and "error: a message of role user holds the special token" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from fuselm.model.llama import Llama
 from fuselm.train.checkpointing import checkpoints_of, load_model, read_manifest, verify
 from fuselm.train.config import to_json
 from fuselm.train.guard_config import GuardConfig
+
+from ..forked import Program
 
 HERE = Path(__file__).parent
 KILLS = int(os.environ.get("FUSELM_TEST_KILLS", "4"))  # of each run
@@ -26,7 +26,7 @@ def entries_of(run: Path, names: tuple[str, ...]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("faults", [{}, {"spikes": [14, 16], "nan_losses": [30]}], ids=["plain", "faults"])
-def test_killed_at_random_times(make_config, tmp_path, faults):
+def test_killed_at_random_times(make_config, tmp_path, server, faults):
     config = make_config(
         tmp_path,
         training__steps=60,
@@ -35,16 +35,11 @@ def test_killed_at_random_times(make_config, tmp_path, faults):
         guard=GuardConfig(window=16, min_history=4, rollback_after=2, rollback_within=6, pass_over_before=1),
     )
     (tmp_path / "config.json").write_text(to_json(config))
-    command = [
-        sys.executable,
-        str(HERE / "kill_loop.py"),
-        str(tmp_path / "config.json"),
-        json.dumps(faults),
-        str(KILLS),
-    ]
-    done = subprocess.run([*command, "5"], capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["killed"] >= 2, "it was over before it was killed twice"
+    command = [str(HERE / "kill_loop.py"), str(tmp_path / "config.json"), json.dumps(faults), str(KILLS), "5"]
+    program = Program(server, command)
+    code, (out, err) = program.wait(500), program.communicate()
+    assert code == 0, err
+    assert json.loads(out)["killed"] >= 2, "it was over before it was killed twice"
 
     killed, unbroken = tmp_path / "tiny", tmp_path / "unbroken"
     for names in (

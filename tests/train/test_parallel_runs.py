@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +12,8 @@ import pytest
 
 from fuselm.train.checkpointing import latest_checkpoint, read_manifest, step_folder
 from fuselm.train.config import to_json
+
+from ..forked import Program
 
 HERE = Path(__file__).parent
 PRETRAIN = HERE.parents[1] / "train" / "pretrain.py"
@@ -170,28 +169,20 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_0(launch, tiny_data, tmp_p
     assert not list(checkpoint.parent.glob("*.tmp"))
 
 
-def test_torchrun_starts_the_script_and_a_user_error_is_one_line(tiny_data, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PRETRAIN)]
+def test_torchrun_starts_the_script_and_a_user_error_is_one_line(tiny_data, tmp_path, server):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PRETRAIN)]
     command = [*torchrun, *_options(tiny_data, tmp_path)]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--training.steps", "2"], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
-    assert done.stdout.count("step 1/2") == 1, "only rank 0 prints"
-    bad = subprocess.run(
-        [*command, "--training.global_batch_size", "5"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert bad.returncode != 0
-    ours = [line for line in bad.stderr.splitlines() if line.startswith("error: ")]
+    program = Program(server, [*command, "--training.steps", "2"])
+    code, (out, err) = program.wait(240), program.communicate()
+    assert code == 0, err
+    assert "step 2/2" in out
+    assert out.count("step 1/2") == 1, "only rank 0 prints"
+    program = Program(server, [*command, "--training.global_batch_size", "5"])
+    assert program.wait(240) != 0
+    _, err = program.communicate()
+    ours = [line for line in err.splitlines() if line.startswith("error: ")]
     assert ours == [
         "error: training.global_batch_size 5 does not divide by 2 ranks x training.micro_batch_size 1 = 2: "
         "give a multiple of it, or 0 for 2",
     ]
-    assert "exitcode  : 2" in bad.stderr
+    assert "exitcode  : 2" in err

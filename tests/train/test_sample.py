@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,8 @@ from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
 from fuselm.train.sample import load_run, main, sample
 from fuselm.train.tokenizer import TextTokenizer
+
+from ..forked import Program, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "the cat and the dog sat on the mat\nwith a \N{GRINNING FACE} and a h\u00e9\n"
@@ -153,7 +153,8 @@ def test_bad_input_is_one_line(change, options: list[str], message: str, run: Pa
     assert output == ""
 
 
-def test_runs_as_a_script(run: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train" / "sample.py"), str(run), "--max-tokens", "3", "--temperature", "0"]
-    done = subprocess.run([*command, "--prompt", "a", "--step", "1"], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "aaaa\n"), done.stderr
+def test_runs_as_a_script(run: Path, tmp_path: Path, server: Server) -> None:
+    command = [str(ROOT / "train" / "sample.py"), str(run), "--max-tokens", "3", "--temperature", "0"]
+    program = Program(server, [*command, "--prompt", "a", "--step", "1"], cwd=tmp_path)
+    code, (out, err) = program.wait(120), program.communicate()
+    assert (code, out) == (0, "aaaa\n"), err

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from html.parser import HTMLParser
@@ -22,6 +20,7 @@ from fuselm.train.metrics import drop_after, read_metrics
 from fuselm.train.trainer import StopSignal, Trainer
 from fuselm.train.watch_data import LineFollower, RunView, in_words
 
+from ..forked import Program
 from .faults import Faults
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train" / "watch.py"
@@ -37,7 +36,7 @@ def run(make_config, world, tmp_path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_once_shows_the_numbers_of_the_run(run, capsys, monkeypatch):
+def test_once_shows_the_numbers_of_the_run(run, capsys, monkeypatch, server):
     monkeypatch.setenv("COLUMNS", "140")
     assert watch.main([str(run), "--once"]) == 0
     out = capsys.readouterr().out
@@ -48,8 +47,8 @@ def test_once_shows_the_numbers_of_the_run(run, capsys, monkeypatch):
     assert "done" in out and f"{losses[-1]:.4f} at step 60; best {min(losses):.4f}" in out
     assert re.search(r"skipped steps +1, the last one 51", out) and re.search(r"spike +step 51 is a spike", out)
     assert "time left" in out and "0 s" in out and "GiB" in out and "█" in out
-    shown = subprocess.run([sys.executable, SCRIPT, run, "--once"], capture_output=True, text=True, check=True).stdout
-    assert "60 of 60" in shown
+    program = Program(server, [str(SCRIPT), str(run), "--once"])
+    assert program.wait(120) == 0 and "60 of 60" in program.communicate()[0]
 
 
 def test_the_report_is_one_file_with_plots_and_events(run, tmp_path, capsys):
