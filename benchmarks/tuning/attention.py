@@ -82,10 +82,12 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Sections, dQ of a block in the next one's pass or not."""
-    block_m = 128 if head_dim == 64 else 64
+    """Sections; dQ of a block in the next one's pass or not; at head_dim 64 from tile to tile without a pause or not."""
+    if head_dim == 64:
+        rolling = [HopperBackwardLaunch(128, 2, section * MIB, rolling=True) for section in (24, 16, 12, 20, 32)]
+        return (*rolling, HopperBackwardLaunch(128, 2, 24 * MIB), HopperBackwardLaunch(128, 2, 32 * MIB))
     choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
-    return tuple(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in choices)
+    return tuple(HopperBackwardLaunch(64, 2, section * MIB, lagged) for section, lagged in choices)
 
 
 def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

@@ -15,8 +15,11 @@ def attention_prepare_kernel(
     HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     ORDERED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ and turns or the counter."""
-    program = tl.program_id(0)
+    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ and turns or the counter.
+
+    The last heads first: what the main kernel begins with is then still in L2.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
     head = instance % heads
@@ -57,8 +60,8 @@ def attention_finish_kernel(
     queries, keys, heads, documents, tiles,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: dQ in its dtype."""
-    program = tl.program_id(0)
+    """Of one block of queries and one head: dQ in its dtype; the last heads first, whose sums are still in L2."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
     first, rows, row_begin, _others, _other_begin = locate(
