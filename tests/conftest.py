@@ -20,16 +20,21 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"fuselm-inductor-{os.getuid()}"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-if os.environ.get("TRITON_INTERPRET") == "1":
-    speed_up()
+speed_up()
 
 ROOT = Path(__file__).resolve().parents[1]
 # The files that take longest begin first: two workers then end at about the same time.
 LONGEST = (
-    "test_docs", "test_specs", "test_parallel_runs", "test_cross_entropy_numerics", "test_faults", "test_package",
-    "test_linear_cross_entropy", "test_cross_entropy", "test_bench_step_peers", "test_attention_hopper",
-    "test_finetune", "test_kill_and_resume", "test_attention", "test_rms_norm", "test_cross_entropy_vocab_parallel",
+    "test_specs", "test_docs", "test_cross_entropy_vocab_parallel", "test_attention_hopper", "test_cross_entropy",
+    "test_linear_cross_entropy", "test_parallel_runs", "test_package", "test_adamw_distributed", "test_faults",
+    "test_bench_step_peers", "test_cross_entropy_numerics", "test_checkpoint_writer", "test_prepare_data_resume",
+    "test_adamw_aot", "test_vocab_chunks", "test_guard", "test_trainer", "test_compute_copies", "test_finetune",
 )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist would begin with the files of most tests instead."""
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

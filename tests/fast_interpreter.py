@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 
 def speed_up() -> None:
-    """Patch the interpreter, once a process; nothing where Triton is missing or has become another.
+    """Patch the interpreter, once a process; nothing where it is not switched on or has become another.
 
     A call of a jit'd helper inside a kernel replaces the functions of triton.language, which the kernel's own call has
     replaced already: here it does so only for a module that has not been. And each integer sum and product is computed
     again in int64, for an assertion on overflow that only Triton's debug mode makes.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     try:
         import triton.language as tl
         from triton.runtime import interpreter

@@ -1,7 +1,8 @@
 """Python programs as forks of one process that has imported the trainer: a start takes a tenth of a second, not four.
 
 Each is a process of its own, with its own environment, folder, arguments, files and end, as a fresh interpreter would
-give it. Only what happens while modules load is not seen: tests of that start an interpreter.
+give it; so do those that torchrun starts. Only what happens while modules load is not seen: tests of that start an
+interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,8 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-
-import torch
+from typing import Any
 
 PRELOADED = (
     "torch._dynamo", "torch.distributed.run", "fuselm.train.trainer", "fuselm.train.finetune", "fuselm.train.sample",
@@ -30,12 +31,20 @@ PRELOADED = (
 
 
 class Server:
-    """The process from which programs are forked; it starts with the first of them and ends with this object."""
+    """The process from which programs are forked; it starts with the first of them.
+
+    Attributes:
+        path: of the socket on which it is asked for them.
+        python: of an executable that runs a script as such a program, for PYTHON_EXEC, which torchrun heeds.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory()
-        self.path = f"{self._folder.name}/socket"
+        self.path, self.python = f"{self._folder.name}/socket", f"{self._folder.name}/python"
+        relay = shlex.join([sys.executable, "-S", __file__, "relay", self.path])
+        Path(self.python).write_text(f'#!/bin/sh\nexec {relay} "$@"\n')
+        os.chmod(self.python, 0o700)
 
     def connect(self) -> socket.socket:
         """A connection on which one program is asked for."""
@@ -55,7 +64,7 @@ class Server:
         return connection
 
     def close(self) -> None:
-        """End it; programs that run go on."""
+        """End it."""
         if self._process is not None:
             self._process.communicate()
         self._folder.cleanup()
@@ -69,7 +78,7 @@ class Program:
     """A running program: what subprocess.Popen is, with text whose ends are known.
 
     Args:
-        server: to fork from; where there are GPUs, an interpreter of its own is started, for CUDA survives no fork.
+        server: to fork from; where there are GPUs (CUDA survives no fork), or no Linux, an interpreter is started.
         command: what stands behind "python": a script or -m module, and arguments.
         env: its whole environment; by default ours. TRITON_INTERPRET is never in it, for Triton has read it already.
         cwd: its folder.
@@ -92,18 +101,14 @@ class Program:
         self._files[0].seek(0)
         environment, folder = _compiling(os.environ if env is None else env), str(cwd or Path.cwd())
         self._interpreter: subprocess.Popen[bytes] | None = None
-        if torch.cuda.is_available():
+        if not _can_fork():
             start = functools.partial(subprocess.Popen, [sys.executable, *command], env=environment, cwd=folder)
             self._interpreter = start(stdin=self._files[0], stdout=self._files[1], stderr=self._files[2])
             self.pid = self._interpreter.pid
             return
         self._connection = server.connect()
-        request = {"command": self.command, "env": environment, "cwd": folder}
-        data = json.dumps(request).encode() + b"\n"
-        socket.send_fds(self._connection, [data[:1]], [file.fileno() for file in self._files])
-        self._connection.sendall(data[1:])
-        self._lines = self._connection.makefile()
-        self.pid = int(self._lines.readline())
+        request = {"command": self.command, "env": environment | {"PYTHON_EXEC": server.python}, "cwd": folder}
+        self._lines, self.pid = _ask(self._connection, request, [file.fileno() for file in self._files])
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
@@ -142,6 +147,38 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
+@functools.cache
+def _can_fork() -> bool:
+    import torch  # late: the relay has no use for it
+
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+def _ask(connection: socket.socket, request: dict[str, Any], files: Sequence[int]) -> tuple[Any, int]:
+    """Where the exit code will be read, and the number of the process."""
+    data = json.dumps(request).encode() + b"\n"
+    socket.send_fds(connection, [data[:1]], files)
+    connection.sendall(data[1:])
+    lines = connection.makefile()
+    return lines, int(lines.readline())
+
+
+def _relay(path: str, command: list[str]) -> None:
+    """Stand for a program: hand its signals on, and end as it ends."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    request = {"command": [word for word in command if word != "-u"], "env": dict(os.environ), "cwd": os.getcwd()}
+    lines, pid = _ask(connection, request, [0, 1, 2])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: os.kill(pid, received))
+    code = int(lines.readline())
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
     """Returns in the process of each program: what was asked for, and its three files."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for a program
@@ -162,6 +199,10 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
             connection.close()
             return request, files
         connection.sendall(f"{pid}\n".encode())
+        ended = os.pidfd_open(pid)
+        if ended not in select.select([ended, connection], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)  # whoever asked for it has gone
+            os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         connection.sendall(f"{code}\n".encode())
         os._exit(0)
@@ -191,7 +232,9 @@ def _run(request: dict, files: list[int]) -> None:
     exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), main.__dict__)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "relay":
+    _relay(sys.argv[2], sys.argv[3:])
+elif __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()

@@ -6,8 +6,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +23,8 @@ from fuselm.train.config import parse_command_line, resolve
 from fuselm.train.prepare_data import prepare
 from fuselm.train.presets import PRESETS
 from fuselm.train.pretrain import main as pretrain
+
+from .forked import Program
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
 bench_step: Any = importlib.import_module("bench_step")
@@ -200,15 +200,14 @@ def test_peers_train_as_ours_does_step_by_step(options, torchtitan, tmp_path, ca
         assert _peer_losses(peer, options, tmp_path / "peer.json") == pytest.approx(ours, rel=2e-5), peer
 
 
-def test_two_processes_train_as_one(options, tmp_path):
+def test_two_processes_train_as_one(options, tmp_path, server):
     """Where one process accumulates two micro-batches, two take one each. Nothing is tied: the head has its group."""
     options = [*options, "--model.tie-embeddings", "False"]
     alone = _peer_losses("hf+compile", options, tmp_path / "one.json")
     script = str(ROOT / "benchmarks" / "step_peers.py")
     command = [*bench_step.launcher(2), script, "--peer", "hf+compile", "--output", "two.json", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = Program(server, command[1:], cwd=tmp_path)
+    assert program.wait(300) == 0, program.communicate()[1][-3000:]
     assert json.loads((tmp_path / "two.json").read_text())["losses"] == pytest.approx(alone, rel=2e-5)
 
 

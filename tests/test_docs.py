@@ -66,8 +66,9 @@ def test_python_examples_run(page, tmp_path, monkeypatch, server):
 def _run(command: str, folder: Path, server: Server) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     words = shlex.split(command)
-    if words[0] == "python" and not {"|", ">"} & set(words):
-        program = Program(server, words[1:], env=environment, cwd=folder)
+    if words[0] in ("python", "torchrun") and not {"|", ">"} & set(words):
+        module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
+        program = Program(server, [*module, *words[1:]], env=environment, cwd=folder)
         code, (out, err) = program.wait(300), program.communicate()
     else:
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"

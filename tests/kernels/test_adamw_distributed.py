@@ -307,6 +307,8 @@ def _main(folder: Path) -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
+    sys.path.append(str(Path(__file__).parents[1]))
+    importlib.import_module("fast_interpreter").speed_up()
     importlib.import_module("fuselm.kernels.adamw")
 
     torch.set_num_threads(1)

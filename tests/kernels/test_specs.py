@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,8 @@ from fuselm.kernels._triton import HAVE_TRITON
 from fuselm.kernels.numerics import check_budget
 from fuselm.kernels.specs.base import KernelSpec
 from fuselm.kernels.specs.registry import SPECS
+
+from ..forked import Program
 
 TRITON_VERSION = [int(part) for part in importlib.metadata.version("triton").split(".")[:2]] if HAVE_TRITON else [0, 0]
 # Bytes of spill stores and loads. 64 for most. The Hopper attention kernels were seen with at most 144 forward
@@ -240,15 +239,13 @@ def test_compiles_whole_and_equals_eager(spec, device, generator):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_compiles_ahead_of_time(arch):
+def test_compiles_ahead_of_time(arch, server):
     """Every launch at realistic sizes compiles for each architecture of its spec, with no serialised wgmma and no
     spills beyond what the spec's kernels are known to need."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(arch)], capture_output=True, text=True, env=environment, timeout=540
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    program = Program(server, [str(WORKER), str(arch)])
+    code, (out, err) = program.wait(540), program.communicate()
+    assert code == 0, err[-4000:]
+    report = json.loads(out.splitlines()[-1])
     expected = {spec.name for spec in SPECS if arch in spec.architectures}
     assert set(report) == expected
     for name, kernels in report.items():
