@@ -73,7 +73,7 @@ def _produce(
     ORDERED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, _ds_full, _idle = barriers
+    kv_full, q_full, q_empty, do_full, _ds_full, _idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, _window = problem
     instance, first, rows, begin, others, other_begin, document, block_begin, _full_begin, _full_end, count = (
         _locate_keys(position, table_ptr, problem, PACKED, CAUSAL, WINDOW, BLOCK_M)
@@ -99,7 +99,6 @@ def _produce(
             tma_load(lse2_desc, [padded + step * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
             tma_load(delta_desc, [padded + step * BLOCK_M], q_full.index(slot), delta_s.index(slot))
             load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
-            mbarrier.wait(do_empty.index(slot), phase ^ 1)
             mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
             load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
             done += 1
@@ -131,7 +130,7 @@ def _consume(
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s = buffers
     dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle = barriers
+    kv_full, q_full, q_empty, do_full, ds_full, idle = barriers
     _queries, _keys, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = dk_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -233,7 +232,6 @@ def _consume(
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
-            mbarrier.arrive(do_empty.index(slot), count=1)
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -247,7 +245,6 @@ def _consume(
             dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-            mbarrier.arrive(do_empty.index(slot), count=1)
             add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -309,11 +306,10 @@ def _hopper_backward_kernel(
     q_full = barrier_ring(STAGES, 1)
     q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
-    do_empty = barrier_ring(STAGES, 2)
     ds_full = barrier_ring(2, 2)
     idle = barrier_ring(1, 2)
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, idle)
+    barriers = (kv_full, q_full, q_empty, do_full, ds_full, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, turns_ptr, dk_desc, dv_desc)
     position = gl.program_id(0)

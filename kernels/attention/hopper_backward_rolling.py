@@ -41,7 +41,7 @@ def _produce(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
-    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full = barriers
+    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, _ds_full = barriers
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window = problem
     number = gl.program_id(0) * 0  # tiles so far
     used = gl.program_id(0) * 0  # those that had blocks
@@ -77,10 +77,10 @@ def _produce(
         number += 1
         if count > 0:
             pair = used & 1
-            # The keys in this buffer are those of the tile before the last, used until the first pass of the last tile,
-            # whose dS says so. Three blocks later the wait for a slot of dO has seen it.
+            # The keys in this buffer are those of the tile before the last, and used until the first pass of the last
+            # tile is over. Who has loaded three blocks since then has waited for that already.
             if (used > 1) & (done - passed < 3):
-                mbarrier.wait(ds_full.index(passed + 1 & 1), (passed + 1) // 2 & 1)
+                mbarrier.wait(q_empty.index(passed % STAGES), passed // STAGES & 1)
             for c in gl.static_range(2):
                 full = kv_full.index(2 * pair + c)
                 mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -100,10 +100,6 @@ def _produce(
                 tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
                 tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
                 load_rows(q_desc, batch, other_begin, others, row, head, q_full.index(slot), q_s.index(slot), PACKED)
-                if done > 0:
-                    # dS of the pass after, which both consumers store behind their use of the dO that is in this slot.
-                    # At the second block there was none, but the phases need somebody who sees each of them.
-                    mbarrier.wait(ds_full.index(done - 1 & 1), (done - 1) // 2 & 1)
                 mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
                 load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
                 done += 1
@@ -218,7 +214,7 @@ def _consume(
             ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
             fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-            # Says that this dS is there, and that the dS before, dO and the keys of the tile before have been read.
+            # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
             add_dq(dq_ptr, dq * scale, dq_row, ME, 64)
             dk = warpgroup_mma_wait(0, deps=(dk,))
