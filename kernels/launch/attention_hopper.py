@@ -23,12 +23,14 @@ class HopperForwardLaunch:
         block_n: keys a block.
         stages: key and value blocks in flight.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
+        turns: whether consumers issue their products one after the other.
     """
 
     consumers: int
     block_n: int
     stages: int
     section_bytes: int
+    turns: bool = True
 
     @property
     def block_m(self) -> int:
