@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -91,12 +89,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, list[dict]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, *ARCHITECTURES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def report(server: Any) -> dict[str, list[dict]]:
+    from ..forked import Program  # here, for as a script this file has no package
+
+    program = Program(server, [__file__, *ARCHITECTURES])
+    code, (out, err) = program.wait(300), program.communicate()
+    assert code == 0, out + err
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
