@@ -31,10 +31,20 @@ def vocab_parts(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[s
     return slice(0, main), slice(main, vocab)
 
 
+def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+    # tensor[part]; a view of everything would cost the host time
+    return tensor if part.stop - part.start == tensor.shape[0] else tensor[part]
+
+
+def _columns(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+    # tensor[:, part]
+    return tensor if part.stop - part.start == tensor.shape[1] else tensor[:, part]
+
+
 def multiply_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
     """logits (rows, vocab) = x (rows, dim) · weight (vocab, dim)ᵀ."""
     for part in vocab_parts(logits.shape[1], logits.dtype, logits.device):
-        torch.mm(x, weight[part].t(), out=logits[:, part])
+        torch.mm(x, _rows(weight, part).t(), out=_columns(logits, part))
 
 
 def multiply_dx(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -> None:
@@ -51,7 +61,7 @@ def multiply_dx(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor) -
 def accumulate_dx(dx: torch.Tensor, dlogits: torch.Tensor, weight: torch.Tensor, first: bool) -> None:
     """dx (rows, dim), fp32, (+)= dlogits (rows, vocab) · weight (vocab, dim); written, not added to, where `first`."""
     for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
-        multiply_in_fp32(dlogits[:, part], weight[part], dx, first and part.start == 0)
+        multiply_in_fp32(_columns(dlogits, part), _rows(weight, part), dx, first and part.start == 0)
 
 
 def multiply_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor) -> None:
@@ -60,13 +70,13 @@ def multiply_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor) -> Non
         accumulate_dw(dw, dlogits, x, first=True)
         return
     for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
-        torch.mm(dlogits[:, part].t(), x, out=dw[part])
+        torch.mm(_columns(dlogits, part).t(), x, out=_rows(dw, part))
 
 
 def accumulate_dw(dw: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
     """dw (vocab, dim), fp32, (+)= dlogits (rows, vocab)ᵀ · x (rows, dim); written, not added to, where `first`."""
     for part in vocab_parts(dlogits.shape[1], dlogits.dtype, dlogits.device):
-        multiply_in_fp32(dlogits[:, part].t(), x, dw[part], first)
+        multiply_in_fp32(_columns(dlogits, part).t(), x, _rows(dw, part), first)
 
 
 def multiply_in_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, first: bool) -> None:

@@ -47,6 +47,33 @@ def launch_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.get_device())
 
 
+class RepeatedLaunch:
+    """Launches of one kernel that differ only in what Triton does not compile anew for.
+
+    The first goes through the JIT, which looks at every argument; the others go to the kernel that it compiled, and
+    cost the host a fraction. So the caller answers for the arguments: tensors keep their dtypes and whether they start
+    on a 16-byte border, ints that change are in `do_not_specialize` and fit 32 bits, the current device stays.
+
+    Args:
+        kernel: a triton.jit function whose constexpr parameters come last.
+        num_warps: of its launches.
+        constants: its constexpr parameters, in their order.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int, **constants: Any) -> None:
+        self._kernel, self._num_warps, self._constants = kernel, num_warps, constants
+        self._values = tuple(constants.values())
+        self._compiled: Any = None
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        if self._compiled is not None:
+            self._compiled[(programs, 1, 1)](*arguments, *self._values)
+            return
+        compiled = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._num_warps)
+        if arguments[0].is_cuda:  # not in the interpreter, nor when compiling ahead of time
+            self._compiled = compiled
+
+
 def check_writable(name: str, x: Tensor) -> None:
     """Refuses inplace=True where the memory of `x`, the argument `name`, is not the caller's to give away.
 

@@ -13,8 +13,7 @@ that its logits are computed once, like those that the first round leaves in the
 
 Order: columns outside, rows inside. That reads and writes dx (fp32, R·dim) once a chunk of columns and an fp32
 dW_c (columns·dim, in L2 where it is small) once a block of rows. Rows outside would keep dx in L2 and need the whole dW
-in fp32, which is what chunks of the vocabulary are there to avoid. A block of few columns has too few tiles of dW to
-fill a device, and of few rows too few of dx: the two may run beside each other, on two streams (`ChunkPlan.overlap`).
+in fp32, which is what chunks of the vocabulary are there to avoid.
 
 Memory beside x, W, dW and dx in their dtypes: the buffer (what a memory budget speaks of), dx in fp32, and, where
 a chunk is more than one block of rows, an fp32 dW_c. The result's dx takes the buffer's place.
@@ -24,23 +23,16 @@ a chunk is more than one block of rows, an fp32 dW_c. The result's dx takes the 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fuselm.kernels.chunk_products import accumulate_dw, accumulate_dx, multiply_dw, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import Options
+from fuselm.kernels.direct import launch_device
 from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, ColumnChunk, Rounds, column_chunks
-from fuselm.kernels.vocab_chunks_kernels import (
-    PADDING,
-    PLANES,
-    launch_block_gradient,
-    launch_block_sums,
-    launch_row_losses,
-)
+from fuselm.kernels.vocab_chunks_kernels import PADDING, PLANES, BlockGradients, BlockSums, launch_row_losses
 
 
 class _Layer(NamedTuple):
@@ -48,14 +40,12 @@ class _Layer(NamedTuple):
 
     x: torch.Tensor  # (rows, dim)
     weight: torch.Tensor  # (vocab, dim)
-    targets: torch.Tensor  # (rows,)
-    options: Options
     block_rows: int
     buffer: torch.Tensor  # 1-dim
     dw: torch.Tensor  # (vocab, dim)
 
-    def blocks(self, chunk: ColumnChunk) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of each block of a chunk and where its logits are, with rows padded to 16-byte borders."""
+    def blocks(self, chunk: ColumnChunk) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first row of each block of a chunk and where its logits are, with rows padded to 16-byte borders."""
         rows, columns = self.x.shape[0], chunk.stop - chunk.start
         stride = -(-columns // PADDING) * PADDING
         memory, height = self.buffer, self.block_rows
@@ -63,8 +53,7 @@ class _Layer(NamedTuple):
             memory, height = self.dw.view(-1).view(self.x.dtype)[chunk.lent :], rows
         block = memory[: min(height, rows) * stride].view(-1, stride)[:, :columns]
         for start in range(0, rows, height):
-            part = slice(start, min(start + height, rows))
-            yield part, block if part.stop - start == height else block[: part.stop - start]
+            yield start, block if rows - start >= height else block[: rows - start]
 
 
 def run_vocab_chunks(
@@ -98,107 +87,53 @@ def run_vocab_chunks(
     dw = torch.empty((vocab, dim), dtype=dw_dtype, device=x.device)
     rounds = column_chunks(rows, vocab, plan, dim * dw.element_size() // x.element_size())
     buffer = torch.empty(min(plan.rows, rows) * plan.columns, dtype=x.dtype, device=x.device)
-    layer = _Layer(x, weight, targets, options, plan.rows, buffer, dw)
+    layer = _Layer(x, weight, plan.rows, buffer, dw)
     skip_ignored = not want_lse and grad_lse is None
     numbers = torch.empty((PLANES, rows), dtype=torch.float32, device=x.device)
-    first_round(layer, rounds, numbers, skip_ignored)
-    loss, lse, lse_low = launch_row_losses(targets, numbers, vocab, options, skip_ignored)
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=torch.float32, device=x.device)
-    side = _side_stream(x.device) if plan.overlap and x.is_cuda else None
-    second_round(layer, rounds, numbers, lse, lse_low, dx if need_dx else None, scale, grad_lse, side)
+    with launch_device(x):
+        first_round(layer, rounds, BlockSums(targets, numbers, options))
+        loss, lse, lse_low = launch_row_losses(targets, numbers, vocab, options, skip_ignored)
+        gradients = BlockGradients(targets, numbers, lse, lse_low, scale, grad_lse, vocab, options)
+        second_round(layer, rounds, gradients, dx if need_dx else None)
     del layer, buffer  # the result's dx may have its memory
     return loss, lse, dx.to(x.dtype), dw
 
 
-def first_round(layer: _Layer, rounds: Rounds, numbers: torch.Tensor, skip_ignored: bool) -> None:
+def first_round(layer: _Layer, rounds: Rounds, sums: BlockSums) -> None:
     """Adds up the rows' numbers."""
-
-    @functools.cache  # views cost the host time, and each block of rows comes once a chunk
-    def views(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return layer.x[start:stop], layer.targets[start:stop], numbers[:, start:stop]
-
+    parts = layer.x.split(layer.block_rows)  # once: views cost the host time, and each block of rows comes once a chunk
     for chunk in rounds.first:
         weight = layer.weight[chunk.start : chunk.stop]
-        for rows, logits in layer.blocks(chunk):
-            x, targets, block_numbers = views(rows.start, rows.stop)
+        xs = parts if chunk.lent is None else (layer.x,)
+        for x, (first, logits) in zip(xs, layer.blocks(chunk), strict=True):
             multiply_logits(x, weight, logits)
-            launch_block_sums(logits, targets, block_numbers, chunk.start, layer.options, skip_ignored)
+            sums.add(logits, first, chunk.start)
 
 
-def second_round(
-    layer: _Layer,
-    rounds: Rounds,
-    numbers: torch.Tensor,
-    lse: torch.Tensor,
-    lse_low: torch.Tensor,
-    dx: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    side: torch.cuda.Stream | None,
-) -> None:
-    """Writes dW and dx (fp32; None for no gradient); dW on the stream `side`, if given, beside dx."""
-    vocab, dw, dtype = layer.weight.shape[0], layer.dw, layer.x.dtype
-    main = torch.cuda.current_stream(dw.device) if side else None
+def second_round(layer: _Layer, rounds: Rounds, gradients: BlockGradients, dx: torch.Tensor | None) -> None:
+    """Writes dW and dx (fp32; None for no gradient)."""
+    dw, dtype = layer.dw, layer.x.dtype
     sums = torch.empty(0)
-
-    @functools.cache
-    def views(start: int, stop: int) -> tuple[Any, ...]:
-        part = slice(start, stop)
-        given = (lse, lse_low, scale if scale is not None and scale.dim() else None, grad_lse, dx)
-        return layer.x[part], layer.targets[part], numbers[:, part], *(t if t is None else t[part] for t in given)
-
+    x_parts = layer.x.split(layer.block_rows)
+    dx_parts = (None,) * len(x_parts) if dx is None else dx.split(layer.block_rows)
     for chunk in rounds.second:
         weight, dw_part = layer.weight[chunk.start : chunk.stop], dw[chunk.start : chunk.stop]
-        one_block = chunk.lent is not None or layer.block_rows >= layer.x.shape[0]
+        xs, dxs = (x_parts, dx_parts) if chunk.lent is None else ((layer.x,), (dx,))
         total = dw_part
-        if dw.dtype != torch.float32 and not (one_block and dw.dtype == dtype):
+        if dw.dtype != torch.float32 and not (len(xs) == 1 and dw.dtype == dtype):
             if sums.shape[0] < dw_part.shape[0]:
                 sums = torch.empty_like(dw_part, dtype=torch.float32)
             total = sums[: dw_part.shape[0]]
-        for rows, logits in layer.blocks(chunk):
-            x, targets, block_numbers, high, low, row_scale, row_grad_lse, block_dx = views(rows.start, rows.stop)
-            if main and side:  # which reads the block before
-                main.wait_stream(side)
+        for x, block_dx, (first, logits) in zip(xs, dxs, layer.blocks(chunk), strict=True):
             if chunk not in rounds.ready:
                 multiply_logits(x, weight, logits)
-            row_scale = scale if row_scale is None else row_scale
-            launch_block_gradient(
-                logits,
-                targets,
-                block_numbers,
-                high,
-                low,
-                row_scale,
-                row_grad_lse,
-                chunk.start,
-                vocab,
-                layer.options,
-            )
-            with _on(side):
-                if one_block and total is dw_part:
-                    multiply_dw(dw_part, logits, x)
-                else:
-                    accumulate_dw(total, logits, x, first=rows.start == 0)
+            gradients.write(logits, first, chunk.start)
+            if len(xs) == 1 and total is dw_part:
+                multiply_dw(dw_part, logits, x)
+            else:
+                accumulate_dw(total, logits, x, first=first == 0)
             if block_dx is not None:
                 accumulate_dx(block_dx, logits, weight, first=chunk == rounds.second[0])
         if total is not dw_part:
-            with _on(side):
-                dw_part.copy_(total)
-    if main and side:
-        main.wait_stream(side)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _on(side: torch.cuda.Stream | None) -> Iterator[None]:
-    # what is launched within goes to `side`, after all that the current stream has by now
-    if side is None:
-        yield
-        return
-    side.wait_stream(torch.cuda.current_stream(side.device))
-    with torch.cuda.stream(side):
-        yield
+            dw_part.copy_(total)

@@ -13,7 +13,7 @@ from fuselm.kernels._triton import HAVE_TRITON, jit, tl
 from fuselm.kernels.cross_entropy_kernels import LOWEST, row_sums
 from fuselm.kernels.cross_entropy_launchers import Options
 from fuselm.kernels.cross_entropy_math import expm1_of_negative, fma, lse_of, tanh
-from fuselm.kernels.direct import launch_device
+from fuselm.kernels.direct import RepeatedLaunch
 from fuselm.kernels.launch.linear_cross_entropy import block_launch
 
 PLANES = 6
@@ -23,47 +23,46 @@ if HAVE_TRITON:
     _LOG2E = tl.constexpr(1.4426950216293335)  # log2(e) rounded to fp32
 
 
-@jit
+@jit(do_not_specialize=["first", "plane", "vectors", "start", "columns"])
 def block_sums_kernel(
     logits_ptr,
     targets_ptr,
     numbers_ptr,
+    first,
     plane,
-    stride,
+    vectors,
     start,
     columns,
-    ignore_index,
     softcap,
-    SKIP_IGNORED: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row of a block, columns [start, start + columns) of the vocabulary; the first block writes the numbers."""
+    """One row of a block, columns [start, start + columns) of the vocabulary; the first block writes the numbers.
+
+    The row is read before its target is looked at, ignored or not: loads that wait for other loads took longer than the
+    row.
+    """
     softcap = tl.cast(softcap, tl.float32)
-    row = tl.program_id(0)
-    logits = logits_ptr + tl.cast(row, tl.int64) * stride
+    logits = logits_ptr + tl.cast(tl.program_id(0), tl.int64) * vectors * VECTOR
+    row = first + tl.program_id(0)
     target = tl.load(targets_ptr + row).to(tl.int64)
     at = numbers_ptr + row
     later = start > 0
     old_top = tl.load(at, mask=later, other=LOWEST)
     old_sum = tl.load(at + plane, mask=later, other=0.0)
     old_low = tl.load(at + 2 * plane, mask=later, other=0.0)
-    local = target - start
-    inside = (local >= 0) & (local < columns)
-    local = tl.where(inside, local, 0).to(tl.int32)
-    raw = tl.load(logits + local).to(tl.float32)
-    limit = columns
-    if SKIP_IGNORED:
-        limit = tl.where(target == ignore_index, 0, columns)
+    wanted = -1
+    if HAS_SOFTCAP:
+        wanted = tl.where((target >= start) & (target < start + columns), target - start, -1).to(tl.int32)
     top, row_sum, total, picked = row_sums(
         logits,
         0,
-        tl.where(inside, local, -1),
+        wanted,
         columns,
-        limit,
+        columns,
         softcap,
         RAGGED,
         HAS_SMOOTHING,
@@ -71,6 +70,9 @@ def block_sums_kernel(
         BLOCK,
         VECTOR,
     )
+    local = target - start
+    inside = (local >= 0) & (local < columns)
+    raw = tl.load(logits + tl.where(inside, local, 0).to(tl.int32)).to(tl.float32)
     new = tl.maximum(old_top, top)
     rescale = tl.exp2(old_top - new)
     a = fma(old_sum, rescale, 0.0)  # products of their own: merged into the sums below, these would not add up
@@ -135,7 +137,9 @@ def row_losses_kernel(
     tl.store(lse_low_ptr + row, lse_low, mask=mask)
 
 
-@jit
+@jit(
+    do_not_specialize=["scale_stride", "first", "plane", "vectors", "start", "columns", "vocab", "ignore_index"],
+)
 def block_gradient_kernel(
     logits_ptr,
     targets_ptr,
@@ -145,8 +149,9 @@ def block_gradient_kernel(
     scale_ptr,
     grad_lse_ptr,
     scale_stride,
+    first,
     plane,
-    stride,
+    vectors,
     start,
     columns,
     vocab,
@@ -159,6 +164,7 @@ def block_gradient_kernel(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """One row of a block: the gradient over its logits, and zeros over their padding.
 
@@ -169,9 +175,20 @@ def block_gradient_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     dtype = logits_ptr.dtype.element_ty
-    row = tl.program_id(0)
-    logits = logits_ptr + tl.cast(row, tl.int64) * stride
+    stride = vectors * VECTOR
+    logits = logits_ptr + tl.cast(tl.program_id(0), tl.int64) * stride
+    row = first + tl.program_id(0)
     target = tl.load(targets_ptr + row).to(tl.int64)
+    # before the branch, so that none of these loads waits for the target's
+    lse = tl.load(lse_ptr + row)
+    lse_low = tl.load(lse_low_ptr + row)
+    z_target = tl.load(numbers_ptr + row + 3 * plane)
+    raw_target = 0.0
+    if HAS_SOFTCAP:
+        raw_target = tl.load(numbers_ptr + row + 4 * plane)
+    scale = 1.0
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + tl.cast(row, tl.int64) * scale_stride)
     ignored = target == ignore_index
     local = target - start
     zero = ignored
@@ -184,14 +201,8 @@ def block_gradient_kernel(
             column = at + tl.arange(0, BLOCK)  # [BLOCK]
             tl.store(logits + column, tl.zeros([BLOCK], dtype), mask=column < stride)
     else:
-        scale = 1.0
-        if HAS_SCALE:
-            scale = tl.load(scale_ptr + tl.cast(row, tl.int64) * scale_stride)
         scale = tl.where((target >= 0) & (target < vocab), scale, float("nan"))
         scale = tl.where(ignored, 0.0, scale)
-        lse = tl.load(lse_ptr + row)
-        lse_low = tl.load(lse_low_ptr + row)
-        z_target = tl.load(numbers_ptr + row + 3 * plane)
         # p = 2^(z · log2(e) - reference - low): the reference is a rounded number, what it lacks goes into the factor
         reference = lse * _LOG2E
         low = fma(lse, _LOG2E, -reference) + lse_low * _LOG2E
@@ -202,7 +213,7 @@ def block_gradient_kernel(
         # p - 1 is small beside p where the model is confident: from the loss, which keeps its digits there
         slope = 1.0
         if HAS_SOFTCAP:
-            t_target = tanh(tl.load(numbers_ptr + row + 4 * plane) * (1.0 / softcap))
+            t_target = tanh(raw_target * (1.0 / softcap))
             slope = 1.0 - t_target * t_target
         nll = (lse - z_target) + lse_low
         p_minus_one = expm1_of_negative(tl.where(nll < 0.0, 0.0, nll))
@@ -226,46 +237,52 @@ def block_gradient_kernel(
             tl.store(logits + column, d.to(dtype), mask=column < stride)
 
 
-def launch_block_sums(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    numbers: torch.Tensor,
-    start: int,
-    options: Options,
-    skip_ignored: bool,
-) -> None:
-    """Adds a block of logits to its rows' numbers; the block of column 0 comes first and writes them.
+class BlockSums:
+    """Launches that add blocks of logits to their rows' numbers; blocks of column 0 come first and write them.
 
     Args:
-        logits: (rows of the block, columns), rows at 16-byte borders, unit stride in the last dimension.
-        targets: (rows of the block,) contiguous; they count from the start of the vocabulary.
-        numbers: (PLANES, rows of the block) fp32, unit stride in the last dimension.
-        start: the block's first column in the vocabulary.
+        targets: (rows,) contiguous.
+        numbers: (PLANES, rows) fp32, contiguous.
         options: see Options.
-        skip_ignored: whether logits of ignored rows need not be read.
     """
-    rows, columns = logits.shape
-    ignore_index, label_smoothing, _, softcap = options
-    vector = 16 // logits.element_size()
-    launch = block_launch(columns, logits.element_size(), softcap != 0)
-    with launch_device(logits):
-        block_sums_kernel[(rows,)](
+
+    def __init__(self, targets: torch.Tensor, numbers: torch.Tensor, options: Options) -> None:
+        self._targets, self._numbers, self._options = targets, numbers, options
+        self._launches: dict[int, RepeatedLaunch] = {}  # by columns
+
+    def add(self, logits: torch.Tensor, first: int, start: int) -> None:
+        """Adds the block of rows from `first` and columns from `start` on.
+
+        Args:
+            logits: (rows of the block, columns), unit stride in the last dimension; the buffer and its rows start on
+                16-byte borders. One dtype for all calls.
+        """
+        rows, columns = logits.shape
+        vector = 16 // logits.element_size()
+        _, label_smoothing, _, softcap = self._options
+        launch = self._launches.get(columns)
+        if launch is None:
+            choice = block_launch(columns, logits.element_size(), softcap != 0)
+            launch = self._launches[columns] = RepeatedLaunch(
+                block_sums_kernel,
+                choice.num_warps,
+                HAS_SMOOTHING=label_smoothing != 0,
+                HAS_SOFTCAP=softcap != 0,
+                RAGGED=columns % vector != 0,
+                BLOCK=choice.block,
+                VECTOR=vector,
+            )
+        launch(
+            rows,
             logits,
-            targets,
-            numbers,
-            numbers.stride(0),
-            logits.stride(0),
+            self._targets,
+            self._numbers,
+            first,
+            self._numbers.stride(0),
+            logits.stride(0) // vector,
             start,
             columns,
-            ignore_index,
             softcap,
-            SKIP_IGNORED=skip_ignored,
-            HAS_SMOOTHING=label_smoothing != 0,
-            HAS_SOFTCAP=softcap != 0,
-            RAGGED=columns % vector != 0,
-            BLOCK=launch.block,
-            VECTOR=vector,
-            num_warps=launch.num_warps,
         )
 
 
@@ -278,56 +295,48 @@ def launch_row_losses(
     (rows,) = targets.shape
     loss, lse, lse_low = (torch.empty(rows, dtype=torch.float32, device=targets.device) for _ in range(3))
     block = 256
-    with launch_device(targets):
-        row_losses_kernel[(-(-rows // block),)](
-            targets,
-            numbers,
-            loss,
-            lse,
-            lse_low,
-            rows,
-            vocab,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            SKIP_IGNORED=skip_ignored,
-            HAS_SMOOTHING=label_smoothing != 0,
-            BLOCK=block,
-            num_warps=4,
-        )
+    row_losses_kernel[(-(-rows // block),)](
+        targets,
+        numbers,
+        loss,
+        lse,
+        lse_low,
+        rows,
+        vocab,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        SKIP_IGNORED=skip_ignored,
+        HAS_SMOOTHING=label_smoothing != 0,
+        BLOCK=block,
+        num_warps=4,
+    )
     return loss, lse, lse_low
 
 
-def launch_block_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    numbers: torch.Tensor,
-    lse: torch.Tensor,
-    lse_low: torch.Tensor,
-    scale: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    start: int,
-    vocab: int,
-    options: Options,
-) -> None:
-    """The gradient of a block's rows over their logits and the padding between the rows.
+class BlockGradients:
+    """Launches that write the gradient of blocks of logits over them and the padding between their rows.
 
     Args:
-        logits: as in launch_block_sums, overwritten.
-        targets, numbers: as in launch_block_sums.
-        lse, lse_low: (rows of the block,) of the whole vocabulary.
-        scale: fp32, what each row's loss gradient is multiplied by: (rows of the block,) or 0-dim; None for 1.
-        grad_lse: (rows of the block,) contiguous fp32, the upstream gradient of lse; None for 0.
-        start: the block's first column in the vocabulary.
+        targets, numbers, options: as in BlockSums.
+        lse, lse_low: (rows,) of the whole vocabulary.
+        scale: fp32, what each row's loss gradient is multiplied by: (rows,) or 0-dim; None for 1.
+        grad_lse: (rows,) contiguous fp32, the upstream gradient of lse; None for 0.
         vocab: classes in all.
-        options: see Options.
     """
-    rows, columns = logits.shape
-    ignore_index, label_smoothing, z_loss, softcap = options
-    launch = block_launch(logits.stride(0), logits.element_size(), softcap != 0)
-    with launch_device(logits):
-        block_gradient_kernel[(rows,)](
-            logits,
+
+    def __init__(
+        self,
+        targets: torch.Tensor,
+        numbers: torch.Tensor,
+        lse: torch.Tensor,
+        lse_low: torch.Tensor,
+        scale: torch.Tensor | None,
+        grad_lse: torch.Tensor | None,
+        vocab: int,
+        options: Options,
+    ) -> None:
+        self._tensors = (
             targets,
             numbers,
             lse,
@@ -335,19 +344,37 @@ def launch_block_gradient(
             lse if scale is None else scale,
             lse if grad_lse is None else grad_lse,
             0 if scale is None or scale.dim() == 0 else scale.stride(0),
-            numbers.stride(0),
-            logits.stride(0),
+        )
+        self._given = {"HAS_SCALE": scale is not None, "HAS_GRAD_LSE": grad_lse is not None}
+        self._plane, self._vocab, self._options = numbers.stride(0), vocab, options
+        self._launches: dict[int, RepeatedLaunch] = {}  # by the stride between rows
+
+    def write(self, logits: torch.Tensor, first: int, start: int) -> None:
+        """The block of rows from `first` and columns from `start` on; logits as in BlockSums.add, overwritten."""
+        rows, columns = logits.shape
+        stride, vector = logits.stride(0), 16 // logits.element_size()
+        _, label_smoothing, _, softcap = self._options
+        launch = self._launches.get(stride)
+        if launch is None:
+            choice = block_launch(stride, logits.element_size(), softcap != 0)
+            launch = self._launches[stride] = RepeatedLaunch(
+                block_gradient_kernel,
+                choice.num_warps,
+                **self._given,
+                HAS_SMOOTHING=label_smoothing != 0,
+                HAS_SOFTCAP=softcap != 0,
+                BLOCK=choice.block,
+                VECTOR=vector,
+            )
+        launch(
+            rows,
+            logits,
+            *self._tensors,
+            first,
+            self._plane,
+            stride // vector,
             start,
             columns,
-            vocab,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            softcap,
-            HAS_SCALE=scale is not None,
-            HAS_GRAD_LSE=grad_lse is not None,
-            HAS_SMOOTHING=label_smoothing != 0,
-            HAS_SOFTCAP=softcap != 0,
-            BLOCK=launch.block,
-            num_warps=launch.num_warps,
+            self._vocab,
+            *self._options,
         )

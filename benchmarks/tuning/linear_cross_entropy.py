@@ -2,9 +2,10 @@
 goes: the three multiplications of one chunk, the loss over it, the rounding of dweight to bf16.
 
 With "budget" in their names: blocks of chunks of the vocabulary where the buffer of logits is no larger than Liger's,
-and the parts of such a run, each with the others left out:
+and the parts of such a run, each with the others left out (where the kernels between the multiplications stand alone,
+the host is in their times); with "block" the launches of those kernels, by bytes:
 
-    python benchmarks/tune.py linear_cross_entropy --only budget --rounds 9 --budget-s 60
+    python benchmarks/tune.py linear_cross_entropy --only "budget,block" --rounds 9 --budget-s 60
 """
 
 from __future__ import annotations
@@ -21,55 +22,28 @@ from fuselm.kernels import linear_cross_entropy as module
 from fuselm.kernels import vocab_chunks
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy_launchers import launch_forward
-from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan
+from fuselm.kernels.launch.linear_cross_entropy import BlockLaunch, ChunkPlan
 from fuselm.kernels.loss_scaling import launch_multiply
+from fuselm.kernels.vocab_chunks_kernels import PLANES, BlockGradients, BlockSums
 
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (32768, 768, 50304), (32768, 768, 50257))
 CHUNK = 4096
 PARTS = ("logits", "loss", "dx", "dweight of the first chunk", "dweight of a later chunk", "dweight to bf16")
-LIGER_ROWS = {4096: 256, 2048: 512, 768: 512}  # of Liger's buffer of logits, by dim
-BLOCKS = {  # rows x columns, by dim; lent where dW is large beside the logits
-    4096: (
-        ChunkPlan(8192, 3968, lend=False),
-        ChunkPlan(8192, 2048),
-        ChunkPlan(4096, 7936),
-        ChunkPlan(4096, 4096),
-        ChunkPlan(4096, 4096, lend=False),
-        ChunkPlan(2048, 8192),
-        ChunkPlan(1024),  # of rows, more than the budget: from where on those are faster
-        ChunkPlan(512),
-    ),
-    2048: (
-        ChunkPlan(8192, 7936),
-        ChunkPlan(16384, 3968, overlap=True),
-        ChunkPlan(16384, 3968, lend=False),
-        ChunkPlan(8192, 4096),
-        ChunkPlan(16384, 2048),
-        ChunkPlan(4096, 8192),
-        ChunkPlan(4096, 4096, lend=False),
-        ChunkPlan(8192, 7936, lend=False),
-        ChunkPlan(512),
-        ChunkPlan(1024),
-    ),
-    768: (
-        ChunkPlan(8192, 3072, overlap=True),
-        ChunkPlan(16384, 1536),
-        ChunkPlan(16384, 1536, overlap=True),
-        ChunkPlan(4096, 6144),
-        ChunkPlan(5504, 4608),
-        ChunkPlan(5632, 4480),
-        ChunkPlan(5632, 4480, overlap=True),
-        ChunkPlan(4096, 4096),
-        ChunkPlan(8192, 2048),
-        ChunkPlan(11008, 2304),
-        ChunkPlan(2048, 6144),
-        ChunkPlan(8192, 1536),
-        ChunkPlan(4096, 3072),
-        ChunkPlan(32768, 768),
-        ChunkPlan(512),
-    ),
+LIGER_ROWS = {2048: 512, 768: 512}  # of Liger's buffer of logits, by dim
+BLOCKS = {  # rows x columns, by dim
+    2048: (ChunkPlan(8192, 7936), ChunkPlan(8192, 4096), ChunkPlan(4096, 4096), ChunkPlan(512)),
+    768: (ChunkPlan(4096, 3072), ChunkPlan(4096, 6144), ChunkPlan(16384, 1536), ChunkPlan(512)),
 }
-STEPS = ("multiply_logits", "launch_block_sums", "launch_block_gradient", "accumulate_dx", "dweight")
+STEPS = {  # the functions of each step of a run in blocks
+    "logits": ((vocab_chunks, "multiply_logits"),),
+    "sums": ((BlockSums, "add"),),
+    "gradient": ((BlockGradients, "write"),),
+    "dx": ((vocab_chunks, "accumulate_dx"),),
+    "dweight": ((vocab_chunks, "multiply_dw"), (vocab_chunks, "accumulate_dw")),
+}
+BLOCK_STEPS = ((8192, 3072), (16384, 3968))
+BLOCKS_A_RUN = 8
+BLOCK_LAUNCHES = (BlockLaunch(2048, 2), BlockLaunch(4096, 4), BlockLaunch(2048, 1), BlockLaunch(4096, 2))
 ATTRIBUTE = "fuselm.kernels.linear_cross_entropy.chunk_plan"
 
 
@@ -131,18 +105,17 @@ def _budgeted(rows: int, dim: int, vocab: int, device: torch.device) -> tuple[Ca
 @contextlib.contextmanager
 def _only(kept: str) -> Iterator[None]:
     # of the steps of vocab_chunks only this one; or the whole first round
-    functions = {name: [name] for name in STEPS} | {"dweight": ["multiply_dw", "accumulate_dw"]}
-    dropped = [f for step, names in functions.items() if step != kept for f in names]
+    dropped: list[tuple[Any, str]] = [f for step, functions in STEPS.items() if step != kept for f in functions]
     if kept == "first round":
-        dropped = ["second_round"]
-    before = {name: getattr(vocab_chunks, name) for name in dropped}
-    for name in dropped:
-        setattr(vocab_chunks, name, lambda *_, **__: None)
+        dropped = [(vocab_chunks, "second_round")]
+    before = [(owner, name, getattr(owner, name)) for owner, name in dropped]
+    for owner, name in dropped:
+        setattr(owner, name, lambda *_, **__: None)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(vocab_chunks, name, function)
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 def _step(
@@ -194,6 +167,32 @@ def _part(name: str, dim: int, vocab: int, device: torch.device) -> tuple[Callab
     return run, lambda: None
 
 
+def _block_step(
+    step: str, rows: int, columns: int, device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """One of the two kernels, over BLOCKS_A_RUN blocks that lie apart."""
+    if device.type != "cuda":
+        rows, columns = 8, 64
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (BLOCKS_A_RUN, rows, columns)
+    blocks = torch.randn(shape, device=device, generator=generator).bfloat16()
+    targets = torch.randint(0, columns, (rows,), device=device, generator=generator)
+    numbers = torch.zeros((PLANES, rows), device=device)
+    lse = torch.full((rows,), 10.0, device=device)
+    options = (-100, 0.0, 0.0, 0.0)
+
+    def run() -> None:
+        sums = BlockSums(targets, numbers, options)
+        gradients = BlockGradients(targets, numbers, lse, lse * 0, lse[0], None, columns * BLOCKS_A_RUN, options)
+        for i, block in enumerate(blocks):
+            if step == "sums":
+                sums.add(block, 0, columns * i)
+            else:
+                gradients.write(block, 0, columns * i)
+
+    return run, lambda: None
+
+
 def _part_bytes(name: str, vocab: int, dim: int) -> int:
     return {"loss": 2 * CHUNK * vocab * 2, "dweight to bf16": 6 * vocab * dim}.get(name, 0)
 
@@ -228,7 +227,7 @@ TARGETS: list[Target] = [
             make=partial(_budgeted, rows, dim, vocab),
             bytes_moved=0,
         )
-        for rows, dim, vocab in SHAPES[:3]
+        for rows, dim, vocab in SHAPES[1:3]
     ),
     *(
         Target(
@@ -238,7 +237,18 @@ TARGETS: list[Target] = [
             make=partial(_step, step, rows, dim, vocab),
             bytes_moved=0,
         )
-        for rows, dim, vocab in SHAPES[:3]
+        for rows, dim, vocab in SHAPES[2:3]
         for step in ("first round", *STEPS)
+    ),
+    *(
+        Target(
+            name=f"linear_cross_entropy block {step} {rows}x{columns} bf16",
+            attribute="fuselm.kernels.vocab_chunks_kernels.block_launch",
+            candidates=BLOCK_LAUNCHES,
+            make=partial(_block_step, step, rows, columns),
+            bytes_moved=(2 if step == "sums" else 4) * BLOCKS_A_RUN * rows * columns,
+        )
+        for rows, columns in BLOCK_STEPS
+        for step in ("sums", "gradient")
     ),
 ]

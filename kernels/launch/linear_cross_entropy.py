@@ -13,6 +13,7 @@ _FEW_COLUMNS = 2048
 _LEAST_COLUMNS = 256
 _LENT_TILE = 256
 _VECTORS = 4  # of 16 bytes that a thread holds
+_ONE_WARP = 8192  # bytes of a row
 
 
 def row_bytes(vocab: int, itemsize: int) -> int:
@@ -49,13 +50,11 @@ class ChunkPlan(NamedTuple):
         rows: of a chunk, or of a block of a chunk of the vocabulary.
         columns: of a chunk of the vocabulary, a multiple of 16; 0 for chunks of rows, which have the whole vocabulary.
         lend: whether the memory of dW holds logits until dW is written to it (`column_chunks`).
-        overlap: whether the multiplications for dx and dW of a block run beside each other.
     """
 
     rows: int
     columns: int = 0
     lend: bool = True
-    overlap: bool = False
 
 
 def chunk_plan(rows: int, vocab: int, itemsize: int, chunk_size: int, memory_budget: int, need_dw: bool) -> ChunkPlan:
@@ -179,9 +178,14 @@ class BlockLaunch(NamedTuple):
 
 
 def block_launch(columns: int, itemsize: int, softcap: bool) -> BlockLaunch:
-    """A row of up to 16 KB in one step, four vectors of 16 bytes a thread (two with a softcap, whose tanh needs the
-    registers)."""
+    """One warp for a row of up to 8 KB, two up to 16 KB, then four; four vectors of 16 bytes a thread at a time (two
+    with a softcap, whose tanh needs the registers).
+
+    Rows are short beside the latency of their loads. Small programs have 32 rows at once in an SM, 64 KB on their way
+    (4.2 TB/s need 40), take no barrier, and steps of 2 KB leave few threads idle in a row's last one: 3072 columns in a
+    step of 4096 would raise a third more powers than there are.
+    """
     vector = 16 // itemsize
     vectors = _VECTORS // 2 if softcap else _VECTORS
-    block = min(max(1 << max(columns - 1, 0).bit_length(), 32 * vector), 1024 * vector)
-    return BlockLaunch(block, max(block // (32 * vector * vectors), 1))
+    num_warps = 1 if columns * itemsize <= _ONE_WARP else 2 if columns * itemsize <= 2 * _ONE_WARP else 4
+    return BlockLaunch(32 * num_warps * vectors * vector, num_warps)

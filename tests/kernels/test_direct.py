@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fuselm
-from fuselm.kernels.direct import may_skip_dispatcher, needs_grad
+from fuselm.kernels.direct import RepeatedLaunch, may_skip_dispatcher, needs_grad
 
 
 class SeenOps(TorchDispatchMode):
@@ -108,3 +110,24 @@ def test_gradients_are_needed_only_where_they_are_recorded(device):
     assert needs_grad(None, x) and not needs_grad(None, x.detach())
     with torch.no_grad():
         assert not needs_grad(x)
+
+
+def test_a_repeated_launch_passes_the_jit_once():
+    """The compiled kernel takes all parameters, constexprs last; where nothing runs on a device, the JIT stays."""
+    calls = []
+
+    class Kernel:
+        def __init__(self, name, gives):
+            self.name, self.gives = name, gives
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: (calls.append((self.name, grid, args[1:], kwargs)), self.gives)[1]
+
+    compiled = Kernel("compiled", None)
+    for tensor in (SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)):
+        calls.clear()
+        launch = RepeatedLaunch(Kernel("jit", compiled), 2, FIRST=True, BLOCK=64)
+        for n in (7, 5):
+            launch(n, tensor, n)
+        by_jit = [("jit", (n,), (n,), {"FIRST": True, "BLOCK": 64, "num_warps": 2}) for n in (7, 5)]
+        assert calls == ([by_jit[0], ("compiled", (5, 1, 1), (5, True, 64), {})] if tensor.is_cuda else by_jit)

@@ -239,17 +239,3 @@ def test_blocks_and_lent_memory(rows, dim, vocab, budget):
             assert rounds.second[0] == c
             ends = [n.lent + rows * -(-(n.stop - n.start) // 16) * 16 for n in later if n.lent is not None]
             assert max(ends, default=0) <= c.lent
-
-
-@pytest.mark.gpu
-def test_two_streams_give_the_same_bits(monkeypatch, device, generator):
-    x = torch.randn((4096, 256), device=device, generator=generator).bfloat16()
-    w = (torch.randn((20001, 256), device=device, generator=generator) * 0.1).bfloat16()
-    targets = torch.randint(0, 20001, (4096,), device=device, generator=generator)
-    for value in (ChunkPlan(1024, 1024), ChunkPlan(1024, 1024, lend=False)):
-        found = []
-        for overlap in (False, True):
-            made = value._replace(overlap=overlap)
-            monkeypatch.setattr(module, "chunk_plan", lambda *_, made=made: made)
-            found.append(gradients(x, w, targets, memory_budget=2**21))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
