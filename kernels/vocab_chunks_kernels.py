@@ -42,8 +42,7 @@ def block_sums_kernel(
 ):
     """One row of a block, columns [start, start + columns) of the vocabulary; the first block writes the numbers.
 
-    The row is read before its target is looked at, ignored or not: loads that wait for other loads took longer than the
-    row.
+    The row is read before its target is looked at, ignored or not: its loads would wait for the target's.
     """
     softcap = tl.cast(softcap, tl.float32)
     logits = logits_ptr + tl.cast(tl.program_id(0), tl.int64) * vectors * VECTOR
