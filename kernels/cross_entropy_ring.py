@@ -73,29 +73,28 @@ def launch_ring(
 ) -> None:
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
-    descs, sums = [_descriptor(logits, launch.tile)], []
+    sums: list[torch.Tensor] = []
+    form: dict[str, int | bool] = {}
     if launch.writers:
-        kept, stream = launch.slots_of(vocab)
-        descs.append(_descriptor(gradient, launch.tile))
+        if not launch.holds(vocab):
+            raise ValueError(f"{launch}: {vocab} logits do not fit in its slots, or have too few chunks for its parts")
         sums.append(
             lse if launch.parts == 1 else torch.zeros((rows, launch.parts), dtype=torch.int64, device=lse.device)
         )
         kernel = cross_entropy_groups_kernel
         form = {
-            "KEPT": kept,
-            "STREAM": stream,
             "PARTS": launch.parts,
             "AHEAD": 2,
-            "SEND": launch.send,
             "READERS": launch.num_warps,
             "WRITERS": launch.writers,
             "REGISTERS": launch.max_registers,
+            "launch_cooperative_grid": launch.parts > 1,
         }
     else:
-        kernel, form = cross_entropy_ring_kernel, {"SLOTS": launch.slots, "WARPS": launch.num_warps}
-    together = min(rows, num_sms * launch.programs // launch.parts)  # rows
+        kernel, form = cross_entropy_ring_kernel, {"WARPS": launch.num_warps}
+    together = min(rows, num_sms // launch.parts)  # rows
     kernel[(together * launch.parts,)](
-        *descs,
+        _descriptor(logits, launch.tile),
         logits,
         targets,
         loss,
@@ -116,6 +115,7 @@ def launch_ring(
         HAS_SCALE=scale is not None,
         HAS_GRAD_LSE=grad_lse is not None,
         TILE=launch.tile,
+        SLOTS=launch.slots,
         **form,
         num_warps=launch.num_warps,
         maxnreg=launch.max_registers,

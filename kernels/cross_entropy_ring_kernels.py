@@ -1,15 +1,15 @@
 """Cross-entropy of whole rows on Hopper, in Gluon: loss and gradient in one launch, the row in shared memory between
 the two passes of cross_entropy_kernels.py.
 
-A program takes rows in turn. Producer warps bring a row by TMA in chunks of TILE x 64 logits to rings of slots; a chunk
-leaves its slot when its last reader is done, and what takes its place may belong to the next row: memory is then read
-while this row's gradient is written, which programs that read first and write then leave to chance. Chunks of a row
-for which there is no room between the passes are loaded once more, out of L2. Load number m of a ring goes to slot
-m % SLOTS.
+A program takes rows in turn. A producer warp brings a row by TMA in chunks of TILE x 64 logits to a ring of slots; a
+chunk leaves its slot when its last reader is done, and what takes its place may belong to the next row: memory is then
+read while this row's gradient is written, which programs that read first and write then leave to chance. Load number m
+goes to slot m % SLOTS.
 
-Here one group of warps does both passes; in cross_entropy_ring_groups.py two share them. Loads of a row, in order: its
-chunks 0 .. n - 1, then 0 .. again - 1 a second time, where again = max(n - SLOTS, 0). The slots are freed in the order
-of the loads: the first pass frees the first `again` chunks, the second pass the others, then those that came twice.
+Here one group of warps does both passes; in cross_entropy_ring_groups.py two share them. Chunks of a row for which
+there is no room between the passes are loaded once more, out of L2. Loads of a row, in order: its chunks 0 .. n - 1,
+then 0 .. again - 1 a second time, where again = max(n - SLOTS, 0). The slots are freed in the order of the loads: the
+first pass frees the first `again` chunks, the second pass the others, then those that came twice.
 
 Slots are read by the generic proxy and overwritten by the async one. A thread that has asked for a slot's logits may
 not have them yet when it arrives at a barrier: only a proxy fence of each reader, before a barrier of all of them,
@@ -35,10 +35,9 @@ from fuselm.kernels.cross_entropy_math import expm1_of_negative, lse_of
 
 
 @gluon_jit
-def chunks_of(vocab, TILE: tl.constexpr, KEPT: tl.constexpr):
-    """Chunks of a row, and how many of them are loaded twice where KEPT stay."""
-    chunks = (vocab // 64 + TILE - 1) // TILE
-    return chunks, max(chunks - KEPT, 0)
+def chunks_of(vocab, TILE: tl.constexpr):
+    """Chunks of a row."""
+    return (vocab // 64 + TILE - 1) // TILE
 
 
 @gluon_jit
@@ -60,8 +59,8 @@ def bring(
 
 @gluon_jit
 def _bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    chunks, again = chunks_of(vocab, TILE, SLOTS)
-    bring(slots, full, empty, desc, rows, 0, chunks, again, TILE, SLOTS, 1)
+    chunks = chunks_of(vocab, TILE)
+    bring(slots, full, empty, desc, rows, 0, chunks, max(chunks - SLOTS, 0), TILE, SLOTS, 1)
 
 
 # --- Both passes -------------------------------------------------------------------------------------------------
@@ -83,16 +82,6 @@ def load_chunk(slots, slot, TILE: tl.constexpr, WARPS: tl.constexpr):
     vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     z = slots.index(slot)._reinterpret(dtype, [TILE, 64], layout).load(flat)
     return gl.convert_layout(z.reshape([TILE, 8, 8]), vectors, assert_trivial=True)
-
-
-@gluon_jit
-def store_chunk(slots, slot, d, TILE: tl.constexpr, WARPS: tl.constexpr):
-    """Puts [TILE, 8, 8] in a slot, as load_chunk takes it."""
-    dtype: tl.constexpr = slots.dtype
-    layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, 64], dtype)
-    flat: tl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    d = gl.convert_layout(d.to(dtype).reshape([TILE, 64]), flat, assert_trivial=True)
-    slots.index(slot)._reinterpret(dtype, [TILE, 64], layout).store(d)
 
 
 @gluon_jit
@@ -274,7 +263,8 @@ def _consume(
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
     TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    chunks, again = chunks_of(vocab, TILE, SLOTS)
+    chunks = chunks_of(vocab, TILE)
+    again = max(chunks - SLOTS, 0)
     columns = columns_of(TILE, WARPS)
     exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
