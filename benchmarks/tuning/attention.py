@@ -84,7 +84,7 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
     """Sections; dQ of a block in the next pass or not; at head_dim 64 from tile to tile without a pause or not."""
     if head_dim == 64:
-        rolling = [HopperBackwardLaunch(128, 2, section * MIB, rolling=True) for section in (24, 16, 12, 20, 32)]
+        rolling = [HopperBackwardLaunch(128, 2, section * MIB, rolling=True) for section in (16, 12, 20, 24)]
         return (*rolling, HopperBackwardLaunch(128, 2, 24 * MIB), HopperBackwardLaunch(128, 2, 32 * MIB))
     choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
     return tuple(HopperBackwardLaunch(64, 2, section * MIB, lagged) for section, lagged in choices)

@@ -174,22 +174,20 @@ def _step(
     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
     high, score_scale,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, TURNS: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
     before_phase = done // STAGES & 1
     slot = (done + 1) % STAGES
     mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
-    if TURNS:
-        mbarrier.wait(turns.index(ME), turn & 1)
+    mbarrier.wait(turns.index(ME), turn & 1)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     p_left = _left(p, v_s.dtype, left)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
+    mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, row_max, row_sum, decay = _softmax_step(
@@ -211,7 +209,7 @@ def _step(
 def _consume(
     buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, o_s, hold_s, plan = buffers
     plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -261,20 +259,20 @@ def _consume(
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, TURNS, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                 turn, last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, TURNS, scores, output, left,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, TURNS, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
@@ -313,7 +311,7 @@ def _hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
     CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
@@ -340,9 +338,9 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, TURNS)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, TURNS)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -353,11 +351,11 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, TURNS)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, TURNS)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES, TURNS)),
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -386,10 +384,11 @@ def hopper_forward(
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
     profile = device_profile(q.device)
-    launch = hopper_forward_launch(head_dim, keys, profile)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    packed = cu_seqlens_q is not None
+    packed = cu_seqlens_k is not None
+    documents = cu_seqlens_k.shape[0] - 1 if packed else 1
+    launch = hopper_forward_launch(head_dim, keys // max(documents, 1), profile)
     head_bytes = 2 * keys * head_dim * q.element_size() // group
     with torch.cuda.device_of(q):
         table, tiles = tile_table(
@@ -418,7 +417,6 @@ def hopper_forward(
             BLOCK_N=launch.block_n,
             HEAD_DIM=head_dim,
             STAGES=launch.stages,
-            TURNS=launch.turns,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
             num_warps=4,

@@ -23,14 +23,12 @@ class HopperForwardLaunch:
         block_n: keys a block.
         stages: key and value blocks in flight.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
-        turns: whether consumers issue their products one after the other.
     """
 
     consumers: int
     block_n: int
     stages: int
     section_bytes: int
-    turns: bool = True
 
     @property
     def block_m(self) -> int:
@@ -83,15 +81,15 @@ class HopperBackwardLaunch:
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
-    """Tiles of the forward kernel for sequences of `keys` keys.
+    """Tiles of the forward kernel for sequences of `keys` keys, of documents the mean.
 
-    Measured on an H200, causal bf16, milliseconds. At head_dim 64 and 16384 keys three consumers take 1.004 and two
-    1.104, at 4096 0.588 and 0.603, at 1024 more than two: tiles of 192 read keys less often, and waste more of a short
-    row. Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and
-    0.799.
+    Measured on an H200, causal bf16, milliseconds. At head_dim 64 and 16384 keys three consumers take 1.001 and two
+    1.078, at 4096 0.587 and 0.584, for 11 documents of 1489 keys 0.462 and 0.439: tiles of 192 read keys less often,
+    and waste more of a short row. Consumers that do not take turns: 1.046 and 0.641. Sections of 20 MiB take 0.268 at
+    16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
     """
     if head_dim == 64:
-        consumers, stages, section = (3, 2, 32) if keys > 2048 else (2, 3, 24)
+        consumers, stages, section = (3, 2, 32) if keys > 4096 else (2, 3, 24)
     else:
         consumers, stages, section = 2, 2, 20
     return HopperForwardLaunch(consumers, 128, stages, section * MIB)
@@ -103,15 +101,15 @@ def hopper_backward_launch(
     """Tiles of the main backward kernel for sequences of `keys` keys; ordered if `deterministic`.
 
     Measured on an H200, causal bf16, milliseconds. Lagged: 2.431 at head_dim 128 (4 x 4096) and 1.464 at 64, else 2.787
-    and 1.723. Rolling: 0.399 at head_dim 64 (32 x 1024), 1.431 (4 x 4096), 2.458 (16384), else 0.493, 1.518, 2.741.
-    Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977. Rolling with 24 and 32 MiB: 1.431 and 1.502
-    (4 x 4096), 2.458 and 2.561 (16384); with 16 and 24 MiB 0.399 and 0.422 at 1024 keys, where many heads share a
-    section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
+    and 1.723. Rolling, at head_dim 64: 0.386 (32 x 1024), 1.409 (4 x 4096), 2.407 (16384), else 0.493, 1.518, 2.741.
+    Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977. Rolling with 12, 16, 20 and 24 MiB: 1.431, 1.335,
+    1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384); with 12, 16 and 20 0.384, 0.386 and 0.399 at 1024
+    keys, where many heads share a section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
     """
     if head_dim == 64:
         if deterministic:
             return HopperBackwardLaunch(128, 2, 0, lagged=False, ordered=True)
-        return HopperBackwardLaunch(128, 2, (16 if keys <= 2048 else 24) * MIB, rolling=True)
+        return HopperBackwardLaunch(128, 2, (12 if keys <= 2048 else 16) * MIB, rolling=True)
     if deterministic:
         return HopperBackwardLaunch(64, 2, 0, ordered=True)
     return HopperBackwardLaunch(64, 2, (16 if keys <= 2048 else 32) * MIB)
