@@ -30,8 +30,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 # The first pattern that a kernel's name matches, case ignored, names its kind.
 KINDS = (
     ("communication", r"nccl"),
-    ("attention", r"attention|flash|fmha|cudnn.*sdpa|_hopper_|_tile_table|_decode_(split|merge)"),
-    ("cross-entropy", r"cross_entropy|log_softmax|nll|_multiply_kernel|weighted_sum|row_weight"),
+    ("attention", r"attention|flash|fmha|cudnn.*sdpa|hopper_(forward|backward)|_tile_table|_decode_(split|merge)"),
+    (
+        "cross-entropy",
+        r"cross_entropy|log_softmax|nll|_multiply_kernel|weighted_sum|row_(weight|losses)|block_(sums|gradient)_kernel",
+    ),
     ("norm", r"rms_norm|sum_partials|layer_norm"),
     ("rope", r"rope|rotary|sum_weight_gradients"),
     ("swiglu", r"swiglu|silu"),

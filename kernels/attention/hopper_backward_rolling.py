@@ -7,6 +7,8 @@ between two tiles a consumer only puts dK and dV into a buffer, from which they 
 
 from __future__ import annotations
 
+from typing import Any
+
 from fuselm.kernels._triton import tl
 from fuselm.kernels.attention.hopper_common import (
     barrier_ring,
@@ -31,8 +33,9 @@ from fuselm.kernels.attention.hopper_common import (
 )
 from fuselm.kernels.attention.hopper_dq import add_dq
 
-BLOCK_M = tl.constexpr(128)
-STAGES = tl.constexpr(2)  # of queries; the waits below count on two
+_constexpr: Any = getattr(tl, "constexpr", int)  # without Triton this file is imported, but its kernel never compiled
+BLOCK_M = _constexpr(128)
+STAGES = _constexpr(2)  # of queries; the waits below count on two
 
 
 @gluon_jit
