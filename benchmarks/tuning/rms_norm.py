@@ -90,17 +90,6 @@ _FORWARD = {
         RmsNormLaunch(2, 1024, 0, 2, late_weight=True),
         _window(1024, 0, 2, SMS * 16, 64),
     ),
-    # Rows read twice, the second time out of L1: what torch.compile does.
-    (8192, 8192): (RmsNormLaunch(1, 4096, 0, 16), RmsNormLaunch(1, 4096, 0, 8), RmsNormLaunch(1, 2048, 0, 8)),
-    (16384, 4096): (RmsNormLaunch(1, 2048, 0, 16), RmsNormLaunch(1, 2048, 0, 8), RmsNormLaunch(1, 2048, 0, 4)),
-    (32768, 2048): (RmsNormLaunch(1, 1024, 0, 8), RmsNormLaunch(1, 1024, 0, 4), RmsNormLaunch(1, 2048, 0, 4)),
-    (65536, 768): (
-        RmsNormLaunch(2, 1024, 0, 2),
-        RmsNormLaunch(1, 1024, 0, 8),
-        RmsNormLaunch(1, 1024, 0, 4),
-        RmsNormLaunch(2, 1024, 0, 8),
-        RmsNormLaunch(2, 512, 256, 1),
-    ),
     (16384, 5120): (
         RmsNormLaunch(1, 4096, 1024, 4),
         RmsNormLaunch(1, 4096, 1024, 4, late_weight=True),
@@ -109,15 +98,10 @@ _FORWARD = {
 }
 _ADD_FORWARD = {
     (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
-    (65536, 768): (
-        RmsNormLaunch(1, 512, 256, 1),
-        RmsNormLaunch(2, 1024, 0, 4),
-        RmsNormLaunch(2, 1024, 0, 2, late_weight=True),
-    ),
+    (65536, 768): (RmsNormLaunch(2, 1024, 0, 4), RmsNormLaunch(2, 1024, 0, 2, late_weight=True)),
     (8192, 8192): (
-        RmsNormLaunch(1, 8192, 0, 8),
-        RmsNormLaunch(1, 8192, 0, 8, late_weight=True),
         RmsNormLaunch(1, 8192, 0, 16, late_weight=True),
+        RmsNormLaunch(1, 8192, 0, 8, late_weight=True),
     ),
 }
 _BACKWARD = {

@@ -161,10 +161,11 @@ def forward_launch(
         # Narrow loads, many of them a thread. 16384 x 4097: 0.087; early weight, 8193 x 4097: 0.047, with 16 elements
         # a thread 0.051.
         return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
-    if tail and main == 2 * tail and main <= 512 and not residual:
-        # Idle lanes, but several rows a program. 65536 x 768: 0.0544, one row in 512 + 256 columns 0.0551.
+    if tail and main == 2 * tail and (main == 512 if residual else main <= 512):
+        # Idle lanes, but several rows a program. 65536 x 768: 0.0544, one row in 512 + 256 columns 0.0551. With a
+        # residual twice the warps: 0.1003, two warps and late weight 0.1005, one row in 512 + 256 columns 0.1016.
         block_rows = min(2048 // (2 * main), _power_of_two(rows))
-        return RmsNormLaunch(block_rows, 2 * main, 0, 2)
+        return RmsNormLaunch(block_rows, 2 * main, 0, 4 if residual else 2)
     if tail:
         return RmsNormLaunch(1, main, tail, max(_tail_warps(tail), _warps(main, 32, 32)))
     if main > 8192:
@@ -175,9 +176,12 @@ def forward_launch(
         # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.0697, 8 warps and
         # late weight 0.0703; 32768 x 2048: 0.0700, 4 warps and late weight 0.0699. 8192 x 8192: 0.0716 with late
         # weight (57 registers, four programs an SM), 0.0722 without (80 registers, three), 16 warps 0.0735. With a
-        # residual there are twice the loads: 8 elements (16384 x 4096: 0.1349; 32 elements and late weight 0.1356).
-        late = main > 4096 and not residual
-        return RmsNormLaunch(1, main, 0, _warps(main, 8 if residual and main <= 4096 else 32, 32), late_weight=late)
+        # residual there are twice the loads: 8 elements (16384 x 4096: 0.1349; 32 elements and late weight 0.1356), 16
+        # of the widest (8192 x 8192 with late weight 0.1343, 32 elements 0.1352, without late weight 0.1368). Rows read
+        # twice, the second time out of L1, gain nothing: 8192 x 8192 in halves 0.0698 for 0.0701, 16384 x 4096 0.0710
+        # for 0.0696.
+        per_thread = (8 if main <= 4096 else 16) if residual else 32
+        return RmsNormLaunch(1, main, 0, _warps(main, per_thread, 32), late_weight=main > 4096)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 

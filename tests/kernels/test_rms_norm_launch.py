@@ -225,6 +225,20 @@ def test_a_row_is_covered_by_as_few_lanes_as_two_blocks_allow():
         assert main + tail >= n and (main + tail) * 3 <= 4 * n + 64
 
 
+def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
+    hopper = KNOWN_PROFILES[90]
+    chosen = {
+        n: [forward_launch(65536, n, 2, hopper, residual) for residual in (False, True)] for n in (768, 384, 4096, 8192)
+    }
+    assert chosen == {
+        768: [RmsNormLaunch(2, 1024, 0, 2), RmsNormLaunch(2, 1024, 0, 4)],
+        384: [RmsNormLaunch(4, 512, 0, 2), RmsNormLaunch(1, 256, 128, 1)],
+        4096: [RmsNormLaunch(1, 4096, 0, 4), RmsNormLaunch(1, 4096, 0, 16)],
+        8192: [RmsNormLaunch(1, 8192, 0, 8, late_weight=True), RmsNormLaunch(1, 8192, 0, 16, late_weight=True)],
+    }
+    assert forward_launch(1, 768, 2, hopper, True) == RmsNormLaunch(1, 1024, 0, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_packed_qkv_are_normalised_without_a_copy(dtype, device, generator):
     qkv = torch.randn(2, 5, 8, 16, device=device, generator=generator).to(dtype).requires_grad_()
