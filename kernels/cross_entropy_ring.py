@@ -73,27 +73,19 @@ def launch_ring(
 ) -> None:
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
-    sums: list[torch.Tensor] = []
-    form: dict[str, int | bool] = {}
     if launch.writers:
         if not launch.holds(vocab):
-            raise ValueError(f"{launch}: {vocab} logits do not fit in its slots, or have too few chunks for its parts")
-        sums.append(
-            lse if launch.parts == 1 else torch.zeros((rows, launch.parts), dtype=torch.int64, device=lse.device)
-        )
+            raise ValueError(f"{launch}: {vocab} logits do not fit in its slots")
         kernel = cross_entropy_groups_kernel
         form = {
-            "PARTS": launch.parts,
             "AHEAD": 2,
             "READERS": launch.num_warps,
             "WRITERS": launch.writers,
             "REGISTERS": launch.max_registers,
-            "launch_cooperative_grid": launch.parts > 1,
         }
     else:
         kernel, form = cross_entropy_ring_kernel, {"WARPS": launch.num_warps}
-    together = min(rows, num_sms // launch.parts)  # rows
-    kernel[(together * launch.parts,)](
+    kernel[(min(rows, num_sms),)](
         _descriptor(logits, launch.tile),
         logits,
         targets,
@@ -103,7 +95,6 @@ def launch_ring(
         gradient,
         loss if scale is None else scale,
         loss if grad_lse is None else grad_lse,
-        *sums,
         0 if scale is None or scale.dim() == 0 else scale.stride(0),
         rows,
         _row_stride(logits),

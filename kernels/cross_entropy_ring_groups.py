@@ -1,12 +1,8 @@
 """Cross-entropy of whole rows on Hopper as in cross_entropy_ring_kernels.py, by two groups of warps: readers sum the
 next row while writers write the gradient of this one.
 
-The chunks of a row stay in their slots until the writers have them; a row, or its part, has no more chunks than there
-are slots. A row's numbers go from readers to writers in shared memory (`notes`), AHEAD rows of them.
-
-PARTS programs may share each row, part by part: their readers tell one another what they summed in words of global
-memory (`sums`, zeros at first), and wait for them; all of the programs have to run at once for that, which a
-cooperative launch sees to.
+The chunks of a row stay in their slots until the writers have them; a row has no more chunks than there are slots. A
+row's numbers go from readers to writers in shared memory (`notes`), AHEAD rows of them.
 
 There is one producer, which waits at an address that ptxas keeps in a uniform register. Forms with two more, for rings
 of chunks that did not fit, passed the model of the protocol and hung on an H200. The one difference found in their
@@ -25,7 +21,7 @@ from fuselm.kernels.attention.hopper_common import (
     thread_barrier,
 )
 from fuselm.kernels.cross_entropy_ring_kernels import (
-    bring,
+    bring_rows,
     chunks_of,
     columns_of,
     empty_sum,
@@ -41,49 +37,6 @@ from fuselm.kernels.cross_entropy_ring_kernels import (
 
 
 @gluon_jit
-def _share_of(part, vocab, TILE: tl.constexpr, PARTS: tl.constexpr):
-    """The chunks begin .. end - 1 of a row that are part `part` of PARTS."""
-    chunks = chunks_of(vocab, TILE)
-    each = (chunks + PARTS - 1) // PARTS
-    begin = part * each
-    return begin, min(begin + each, chunks)
-
-
-@gluon_jit
-def _bring_part(
-    slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    begin, end = _share_of(gl.program_id(0) % PARTS, vocab, TILE, PARTS)
-    bring(slots, full, empty, desc, rows, begin, end, 0, TILE, SLOTS, PARTS)
-
-
-@gluon_jit
-def _bits(x):
-    return x.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
-
-
-@gluon_jit
-def _all_parts(sums_ptr, row, top, total, PARTS: tl.constexpr):
-    """The maximum and the sum of a row of which every program of PARTS has a part. A part's two numbers are one word,
-    which is 0 until they are there: the greatest term of a sum is 1, or the maximum is not 0."""
-    words = sums_ptr + gl.cast(row, gl.int64) * PARTS
-    gl.store(words + gl.program_id(0) % PARTS, _bits(top) << 32 | _bits(total))
-    for part in gl.static_range(PARTS):
-        word = gl.load(words + part, volatile=True)
-        while word == 0:
-            word = gl.load(words + part, volatile=True)
-        its_top = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-        its_total = word.to(gl.int32).to(gl.float32, bitcast=True)
-        if part == 0:
-            top, total = its_top, its_total
-        else:
-            both = gl.maximum(top, its_top)
-            total = total * gl.exp2(top - both) + its_total * gl.exp2(its_top - both)
-            top = both
-    return top, total
-
-
-@gluon_jit
 def _note(notes, place, value, WARPS: tl.constexpr):
     notes.index(place).store(gl.full([1], value, gl.float32, gl.BlockedLayout([1], [32], [WARPS], [0])))
 
@@ -96,33 +49,31 @@ def _noted(notes, place, WARPS: tl.constexpr):
 @gluon_jit
 def _read(
     slots, full, notes, ready, taken, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, scale_ptr,
-    grad_lse_ptr, sums_ptr, scale_stride, rows, stride, vocab, ignore_index, z_loss,
+    grad_lse_ptr, scale_stride, rows, stride, vocab, ignore_index, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    begin, after = _share_of(gl.program_id(0) % PARTS, vocab, TILE, PARTS)
-    exists = lines_of_last(vocab, after, TILE, WARPS)
+    chunks = chunks_of(vocab, TILE)
+    exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
     turn = base
-    for row in range(gl.program_id(0) // PARTS, rows, gl.num_programs(0) // PARTS):
-        target, mine, ignored, in_range, x_target, scale, grad_lse = row_inputs(
+    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
+        target, ignored, in_range, x_target, scale, grad_lse = row_inputs(
             row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
-            begin * (TILE * 64), after * (TILE * 64), HAS_SCALE, HAS_GRAD_LSE,
+            HAS_SCALE, HAS_GRAD_LSE,
         )  # fmt: skip
         reference, s = empty_sum(TILE, WARPS)
-        last = base + (after - begin) - 1
+        last = base + chunks - 1
         reference, s = sum_chunks(slots, full, full, base, last, reference, s, False, TILE, SLOTS, WARPS)
         reference, s = sum_last(slots, full, full, last, reference, s, exists, False, TILE, SLOTS, WARPS)
         base = last + 1
         top, total = sum_of(reference, s)
-        if PARTS > 1:
-            top, total = _all_parts(sums_ptr, row, top, total, PARTS)
         rounded, factor, zero, d_target = row_outputs(
             row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
-            mine, SKIP_IGNORED, HAS_GRAD_LSE,
+            SKIP_IGNORED, HAS_GRAD_LSE,
         )  # fmt: skip
-        # where the target's element is; -1 for nowhere in this part, -2 for a row of zeros
-        place = gl.where(zero, -2, gl.where(in_range & mine, target.to(gl.int32), -1))
+        # where the target's element is; -1 for nowhere, -2 for a row of zeros
+        place = gl.where(zero, -2, gl.where(in_range, target.to(gl.int32), -1))
         stage = turn % AHEAD
         mbarrier.wait(taken.index(stage), turn // AHEAD & 1 ^ 1)
         _note(notes, stage * 4, rounded, WARPS)
@@ -136,14 +87,14 @@ def _read(
 @gluon_jit
 def _write(
     slots, full, empty, notes, ready, taken, gradient_ptr, rows, gradient_stride, vocab,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    begin, after = _share_of(gl.program_id(0) % PARTS, vocab, TILE, PARTS)
+    chunks = chunks_of(vocab, TILE)
     columns = columns_of(TILE, WARPS)
-    exists = lines_of_last(vocab, after, TILE, WARPS)
+    exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0
     turn = base
-    for row in range(gl.program_id(0) // PARTS, rows, gl.num_programs(0) // PARTS):
+    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         stage = turn % AHEAD
         mbarrier.wait(ready.index(stage), turn // AHEAD & 1)
         rounded = _noted(notes, stage * 4, WARPS)
@@ -153,10 +104,9 @@ def _write(
         mbarrier.arrive(taken.index(stage), count=1)
         zero = place == -2
         sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
-        head = sink + begin * (TILE * 64)
-        tail = sink + (after - 1) * (TILE * 64)
-        last = base + (after - begin) - 1
-        write_chunks(slots, full, empty, base, last, head, columns, rounded, factor, zero, True, TILE, SLOTS, WARPS)
+        tail = sink + (chunks - 1) * (TILE * 64)
+        last = base + chunks - 1
+        write_chunks(slots, full, empty, base, last, sink, columns, rounded, factor, zero, True, TILE, SLOTS, WARPS)
         write_last(
             slots, full, empty, last, tail, columns, rounded, factor, zero, exists, True, TILE, SLOTS, WARPS
         )  # fmt: skip
@@ -169,9 +119,9 @@ def _write(
 @gluon_jit(do_not_specialize=["rows", "vocab", "scale_stride", "ignore_index"])
 def cross_entropy_groups_kernel(
     logits_desc, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, gradient_ptr, scale_ptr, grad_lse_ptr,
-    sums_ptr, scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
+    scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr,
     READERS: tl.constexpr, WRITERS: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     slots = ring(logits_desc, SLOTS)
@@ -184,11 +134,11 @@ def cross_entropy_groups_kernel(
     gl.warp_specialize(
         [
             (_read, (slots, full, notes, ready, taken, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr,
-                     scale_ptr, grad_lse_ptr, sums_ptr, scale_stride, rows, stride, vocab, ignore_index, z_loss,
-                     SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, PARTS, AHEAD, READERS)),
+                     scale_ptr, grad_lse_ptr, scale_stride, rows, stride, vocab, ignore_index, z_loss,
+                     SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, AHEAD, READERS)),
             (_write, (slots, full, empty, notes, ready, taken, gradient_ptr, rows, gradient_stride, vocab,
-                      TILE, SLOTS, PARTS, AHEAD, WRITERS)),
-            (_bring_part, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS, PARTS)),
+                      TILE, SLOTS, AHEAD, WRITERS)),
+            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS)),
         ],
         [WRITERS, 1],
         [REGISTERS, 24],

@@ -41,26 +41,19 @@ def chunks_of(vocab, TILE: tl.constexpr):
 
 
 @gluon_jit
-def bring(
-    slots, full, empty, desc, rows, begin, end, again, TILE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Chunks begin .. end - 1 of each of the program's rows, then begin .. begin + again - 1 once more. PARTS programs
-    take the same rows."""
+def bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
+    """The chunks of each of the program's rows, then those that do not stay once more."""
+    chunks = chunks_of(vocab, TILE)
+    again = max(chunks - SLOTS, 0)
     number = gl.program_id(0) * 0  # loads so far, over all rows
-    for row in range(gl.program_id(0) // PARTS, rows, gl.num_programs(0) // PARTS):
-        for step in range(end - begin + again):
+    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
+        for step in range(chunks + again):
             slot = number % SLOTS
             mbarrier.wait(empty.index(slot), number // SLOTS & 1 ^ 1)
             mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-            chunk = begin + gl.where(step < end - begin, step, step - (end - begin))
+            chunk = gl.where(step < chunks, step, step - chunks)
             tma_load(desc, [row, chunk * TILE, 0], full.index(slot), slots.index(slot))
             number += 1
-
-
-@gluon_jit
-def _bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    chunks = chunks_of(vocab, TILE)
-    bring(slots, full, empty, desc, rows, 0, chunks, max(chunks - SLOTS, 0), TILE, SLOTS, 1)
 
 
 # --- Both passes -------------------------------------------------------------------------------------------------
@@ -139,17 +132,15 @@ def sum_last(
 
 @gluon_jit
 def row_inputs(
-    row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index, begin, end,
+    row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
     HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """What a row has beside its logits. Only who has columns begin .. end - 1 may read a target there: in place, nobody
-    else knows whether it is overwritten already."""
+    """What a row has beside its logits, the target's logit among it."""
     target = gl.load(targets_ptr + row).to(gl.int64)
     ignored = target == ignore_index
     in_range = (target >= 0) & (target < vocab)
     target = gl.where(in_range, target, 0)
-    mine = (target >= begin) & (target < end)
-    x_target = gl.load(logits_ptr + gl.cast(row, gl.int64) * stride + target, mask=mine, other=0.0).to(gl.float32)
+    x_target = gl.load(logits_ptr + gl.cast(row, gl.int64) * stride + target).to(gl.float32)
     scale = 1.0
     if HAS_SCALE:
         scale = gl.load(scale_ptr + gl.cast(row, gl.int64) * scale_stride)
@@ -157,7 +148,7 @@ def row_inputs(
     grad_lse = 0.0
     if HAS_GRAD_LSE:
         grad_lse = gl.load(grad_lse_ptr + row)
-    return target, mine, ignored, in_range, x_target, scale, grad_lse
+    return target, ignored, in_range, x_target, scale, grad_lse
 
 
 @gluon_jit
@@ -169,10 +160,10 @@ def sum_of(reference, s):
 
 @gluon_jit
 def row_outputs(
-    row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss, mine,
+    row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Writes loss and lse where `mine`. What the second pass needs: p · factor = 2^(z · log2(e) - rounded) · factor,
+    """Writes loss and lse. What the second pass needs: p · factor = 2^(z · log2(e) - rounded) · factor,
     whether the gradient is 0 whatever the logits hold, and the target's element."""
     lse, lse_low = lse_of(top, total)
     if SKIP_IGNORED:
@@ -181,9 +172,9 @@ def row_outputs(
     nll = (lse - x_target) + lse_low  # exact where the target is likely, and lse - x_target alone would cancel
     nll = gl.where(nll < 0.0, 0.0, nll)  # p <= 1, a rounding aside
     loss = nll + z_loss * lse * lse
-    gl.store(loss_ptr + row, gl.where(ignored, 0.0, gl.where(in_range, loss, float("nan"))), mask=mine)
-    gl.store(lse_ptr + row, lse, mask=mine)
-    gl.store(lse_low_ptr + row, lse_low, mask=mine)
+    gl.store(loss_ptr + row, gl.where(ignored, 0.0, gl.where(in_range, loss, float("nan"))))
+    gl.store(lse_ptr + row, lse)
+    gl.store(lse_low_ptr + row, lse_low)
 
     # p = 2^(z · log2(e) - rounded - low): what the rounded number lacks goes into the factor
     rounded = lse * 1.4426950216293335
@@ -269,8 +260,8 @@ def _consume(
     exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        target, mine, ignored, in_range, x_target, scale, grad_lse = row_inputs(
-            row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index, 0, vocab,
+        target, ignored, in_range, x_target, scale, grad_lse = row_inputs(
+            row, logits_ptr, targets_ptr, scale_ptr, grad_lse_ptr, scale_stride, stride, vocab, ignore_index,
             HAS_SCALE, HAS_GRAD_LSE,
         )  # fmt: skip
         last = base + chunks - 1
@@ -283,7 +274,7 @@ def _consume(
         top, total = sum_of(reference, s)
         rounded, factor, zero, d_target = row_outputs(
             row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
-            mine, SKIP_IGNORED, HAS_GRAD_LSE,
+            SKIP_IGNORED, HAS_GRAD_LSE,
         )  # fmt: skip
         sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
         thread_barrier()  # in place: nobody may write before all have read the target's logit
@@ -323,7 +314,7 @@ def cross_entropy_ring_kernel(
                     SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, WARPS,
                 ),
             ),
-            (_bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS)),
+            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS)),
         ],
         [1],
         [24],

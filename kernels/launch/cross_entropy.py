@@ -56,14 +56,12 @@ class RingLaunch:
         num_warps: warps that compute, or only read where there are writers; a producer counts as four warps more.
         writers: warps that write the gradient of a row while the others read the next one; 0 for one group that does
             both, and loads what does not stay in the slots twice.
-        parts: with writers, programs that share a row. All of them run at once.
     """
 
     tile: int
     slots: int
     num_warps: int
     writers: int = 0
-    parts: int = 1
 
     @property
     def max_registers(self) -> int:
@@ -71,20 +69,23 @@ class RingLaunch:
         return min(65536 // (32 * (self.num_warps + self.writers + 4)) // 8 * 8, 248)
 
     def holds(self, vocab: int) -> bool:
-        """Whether the slots of all parts hold a row of `vocab` logits, and every part has a chunk."""
-        chunks = -(-vocab // (self.tile * RING_COLUMNS))
-        return chunks <= self.slots * self.parts and (self.parts - 1) * -(-chunks // self.parts) < chunks
+        """Whether the slots hold a row of `vocab` logits."""
+        return vocab <= self.slots * self.tile * RING_COLUMNS
 
 
 def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     """Launch for rows of `vocab` 16-bit logits in shared memory on Hopper, else None: the portable kernel.
 
-    Loss and gradient on an H200, bf16: 16384 x 50304 0.837 ms for 0.947, with chunks of 128 lines 0.853; 16384 x 32000
-    0.557 to 0.565 ms for 0.533: the border lies between them, and was not looked for. Rows that do not fit in the slots
-    keep the portable kernel: 8192 x 128256 1.257 ms, with one group of 16 warps (128 x 13) 1.226.
+    Loss and gradient on an H200, bf16, beside the portable kernel: 16384 x 40960 0.687 ms for 0.727, x 50304 0.840 for
+    0.945, x 65536 1.132 for 1.285; with chunks of 128 lines (128 x 14) 0.704, 0.851 and 1.125. 16384 x 32000 takes
+    0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960, and was not looked for. Rows that the slots do
+    not hold, up to the length that was measured, have one group of warps, which brings the three chunks of 16 that do
+    not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261.
     """
+    if profile.arch != 90 or not 40960 <= vocab <= 131072:
+        return None
     launch = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
-    return launch if profile.arch == 90 and vocab >= 45056 and launch.holds(vocab) else None
+    return launch if launch.holds(vocab) else RingLaunch(tile=128, slots=13, num_warps=16)
 
 
 def parts_launch(rows: int, vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> PartsLaunch | None:

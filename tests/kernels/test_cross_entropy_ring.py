@@ -3,6 +3,7 @@ values on a GPU. Their protocol: test_cross_entropy_ring_protocol.py."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -59,18 +60,19 @@ def test_options_and_devices_that_keep_the_portable_kernel():
 def test_rows_that_slots_hold():
     launch = RingLaunch(64, 28, 8, writers=8)
     assert launch.holds(28 * 4096) and not launch.holds(28 * 4096 + 64)
-    launch = RingLaunch(64, 28, 8, writers=8, parts=2)
-    assert launch.holds(56 * 4096) and not launch.holds(56 * 4096 + 64)
-    assert launch.holds(4160) and not launch.holds(4096)  # a chunk for each part
+    launch = RingLaunch(128, 14, 8, writers=8)
+    assert launch.holds(14 * 8192) and not launch.holds(14 * 8192 + 64)
 
 
 def test_rows_that_are_kept_in_shared_memory():
-    for vocab in (45056, 50304, 65536, 28 * 4096):
-        launch = ring_launch(vocab, HOPPER)
-        assert launch is not None and launch.holds(vocab) and launch.parts == 1
-    for vocab in (32000, 40960, 128256, 151936):
+    for vocab in (40960, 50304, 65536, 114688):
+        assert ring_launch(vocab, HOPPER) == RingLaunch(64, 28, 8, writers=8)
+    for vocab in (114752, 128256, 131072):
+        assert ring_launch(vocab, HOPPER) == RingLaunch(128, 13, 16)
+    for vocab in (32000, 40959, 131136, 151936):
         assert ring_launch(vocab, HOPPER) is None
-    assert ring_launch(50304, KNOWN_PROFILES[80]) is None and ring_launch(50304, KNOWN_PROFILES[100]) is None
+    for arch, vocab in itertools.product((80, 100, 120), (50304, 128256)):
+        assert ring_launch(vocab, KNOWN_PROFILES[arch]) is None
 
 
 _COMPILED = """
@@ -126,13 +128,11 @@ def linear_loss_of(vocab):
 
 chosen = [
     [kernel.metadata.name for kernel, _ in launched(lambda: function(vocab))]
-    for function in (loss_of, linear_loss_of) for vocab in (50304, 50257, 32000)
+    for function in (loss_of, linear_loss_of) for vocab in (50304, 128256, 50257, 32000)
 ]
 report = []
-for vocab, ring in ((50304, launchers.ring_launch(50304, KNOWN_PROFILES[90])),
-                    (50304, RingLaunch(128, 14, 8, writers=8)), (128256, RingLaunch(128, 13, 16)),
-                    (128256, RingLaunch(64, 28, 8, writers=8, parts=2)),
-                    (128256, RingLaunch(128, 14, 8, writers=8, parts=2))):
+rings = [(vocab, launchers.ring_launch(vocab, KNOWN_PROFILES[90])) for vocab in (50304, 128256)]
+for vocab, ring in (*rings, (50304, RingLaunch(128, 14, 8, writers=8))):
     launchers.ring_launch = lambda *_: ring
     ((kernel, numbers),) = launched(lambda: loss_of(vocab))
     ptx = kernel.asm["ptx"]
@@ -141,7 +141,6 @@ for vocab, ring in ((50304, launchers.ring_launch(50304, KNOWN_PROFILES[90])),
         "spills": numbers.spill_bytes,
         "fits": numbers.shared_memory + 1024 <= 233472,
         "registers": numbers.registers <= ring.max_registers,
-        "together": kernel.metadata.launch_cooperative_grid == (ring.parts > 1),
         "waits": waits(kernel.asm["cubin"]),
         "wide stores": len(re.findall(r"st[.]global[^ ]*[.]v4", ptx)) * 32 * (ring.writers or ring.num_warps),
         "vectors": ring.tile * 8,
@@ -161,12 +160,11 @@ def test_compiled_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     chosen, report = json.loads(done.stdout.splitlines()[-1])
-    assert chosen == [["cross_entropy_groups_kernel"], *[["cross_entropy_forward_kernel"]] * 2] * 2
+    names = ("groups", "ring", "forward", "forward")
+    assert chosen == [[f"cross_entropy_{name}_kernel"] for name in names] * 2
     # loops that store, places where slots are given back, other arrivals: for the notes
-    for row, (stores, given_back, others) in zip(
-        report, ((2, 2, 2),) * 2 + ((3, 4, 0),) + ((2, 2, 2),) * 2, strict=True
-    ):
-        assert row["spills"] == 0 and row["fits"] and row["registers"] and row["together"], row
+    for row, (stores, given_back, others) in zip(report, ((2, 2, 2), (3, 4, 0), (2, 2, 2)), strict=True):
+        assert row["spills"] == 0 and row["fits"] and row["registers"], row
         assert len(row["waits"]) == 1 and row["waits"][0].startswith("UR"), row
         assert row["wide stores"] == stores * row["vectors"], row
         fenced = [before for before in row["arrivals"] if "fence.proxy.async bar.sync" in " ".join(before)]
@@ -255,16 +253,9 @@ def _values(ring: RingLaunch, shapes: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize(
     ("ring", "shapes"),
     [
-        (RingLaunch(64, 28, 8, writers=8), ((1, 50304), (137, 57408), (300, 28 * 4096), (1000, 45056), (300, 50304))),
-        (RingLaunch(128, 13, 16), ((1, 50304), (300, 57408), (137, 128256))),
+        (RingLaunch(64, 28, 8, writers=8), ((1, 50304), (137, 57408), (300, 28 * 4096), (1000, 40960), (300, 50304))),
+        (RingLaunch(128, 13, 16), ((1, 50304), (300, 131072), (137, 128256))),
     ],
 )
 def test_values_are_those_of_the_portable_kernel(ring, shapes):
     _values(ring, shapes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tile", "slots"), [(64, 28), (128, 14)])
-def test_values_of_two_programs_a_row(tile, slots):
-    shapes = ((1, 128256), (137, 57408), (300, 8256), (1000, 32000), (300, 128256))
-    _values(RingLaunch(tile, slots, 8, writers=8, parts=2), shapes)

@@ -94,9 +94,8 @@ class _Array:
 class _Thread(threading.Thread):
     """A partition: runs when it has the turn, and knows what is over by its own deeds and by barriers."""
 
-    def __init__(self, machine: Machine, program: int, function: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, machine: Machine, function: Any, args: tuple[Any, ...]) -> None:
         super().__init__(daemon=True)
-        self.program = program
         self.machine, self.function, self.args = machine, function, args
         self.turn = threading.Semaphore(0)
         self.known: frozenset[object] = frozenset()
@@ -137,8 +136,6 @@ class Machine:
         self.copied: dict[tuple[int, int], list[object]] = {}
         self.read: dict[tuple[int, int], int] = {}
         self.written: list[tuple[int, int]] = []
-        self.summed: set[tuple[int, int]] = set()  # row, program
-        self.parts = 1  # programs a row
         self.pitch = 0  # elements from row to row of the gradient
 
     def me(self) -> _Thread:
@@ -202,14 +199,9 @@ class Machine:
             assert all(copy in me.known for copy in self.copied[place]), "logits are overwritten while they are copied"
             self.written.append(place)
 
-    def exchange(self, sums: Any, row: int, *_: Any) -> Any:
-        self.summed.add((row, self.me().program))
-        self._until(lambda: all((row, program) in self.summed for program in range(self.parts)))
-        return _Tensor(), _Tensor()
-
     # The run
 
-    def run(self, rows: int, chunks: int, partitions: list[tuple[int, Any, tuple[Any, ...]]]) -> None:
+    def run(self, rows: int, chunks: int, partitions: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Every partition to its end.
 
         Raises:
@@ -252,16 +244,16 @@ class _Language:
     """What the kernels take from gluon.language."""
 
     def __init__(self, machine: Machine) -> None:
-        self.store, self.values, self.machine = machine.store, _Tensor(), machine
+        self.store, self.values = machine.store, _Tensor()
 
     def __getattr__(self, name: str) -> Any:
         return self.values
 
     def program_id(self, axis: int) -> int:
-        return self.machine.me().program
+        return 0
 
     def num_programs(self, axis: int) -> int:
-        return self.machine.parts
+        return 1
 
     def cast(self, value: Any, dtype: Any) -> Any:
         return value
@@ -271,9 +263,9 @@ class _Language:
 
 
 def _play(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, rows: int, chunks: int, slots: int, parts: int = 0
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, rows: int, chunks: int, slots: int, two_groups: bool
 ) -> None:
-    """A program's rows in the one group's kernel (parts 0), or those of `parts` programs in the two groups'."""
+    """A program's rows."""
     value = _Tensor()
     with monkeypatch.context() as patch:
         replaced = {
@@ -288,11 +280,9 @@ def _play(
             "empty_sum": lambda *_: (value, value),
             "accumulate": lambda *_: (value, value),
             "sum_of": lambda *_: (value, value),
-            "_all_parts": machine.exchange,
             "lse_of": lambda *_: (value, value),
             "expm1_of_negative": lambda *_: value,
         }
-        machine.parts = max(parts, 1)
         for module in (kernels, groups):
             for name, function in list(vars(module).items()):
                 if name in replaced:
@@ -307,48 +297,38 @@ def _play(
         machine.pitch = chunks * CHUNK
         gradient = _Address(0)
         flags = (True, True, False)
-        work: list[tuple[int, Any, tuple[Any, ...]]] = []
-        for program in range(machine.parts):
-            mine = (_Array([_Slot() for _ in range(slots)]), barriers(slots), barriers(slots))
-            brought = (*mine, value, rows, vocab, TILE, slots)
-            if not parts:
-                row_args = (value, value, value, value, value, gradient, value, value, 0, rows, 0, machine.pitch)
-                work.append((0, kernels._consume, (*mine, *row_args, vocab, -100, 0.0, *flags, TILE, slots, 4)))
-                work.append((0, kernels._bring_rows, brought))
-                continue
+        mine = (_Array([_Slot() for _ in range(slots)]), barriers(slots), barriers(slots))
+        work: list[tuple[Any, tuple[Any, ...]]] = [(kernels.bring_rows, (*mine, value, rows, vocab, TILE, slots))]
+        if two_groups:
             ahead = 2
             notes = (_Array([_Note(machine) for _ in range(4 * ahead)]), barriers(ahead), barriers(ahead))
-            read_args = (value, value, value, value, value, value, value, value, 0, rows, 0, vocab, -100, 0.0, *flags)
-            sizes = (TILE, slots, parts, ahead, 4)
+            read_args = (value, value, value, value, value, value, value, 0, rows, 0, vocab, -100, 0.0, *flags)
+            sizes = (TILE, slots, ahead, 4)
             work += [
-                (program, groups._read, (*mine[:2], *notes, *read_args, *sizes)),
-                (program, groups._write, (*mine, *notes, gradient, rows, machine.pitch, vocab, *sizes)),
-                (program, groups._bring_part, (*brought, parts)),
+                (groups._read, (*mine[:2], *notes, *read_args, *sizes)),
+                (groups._write, (*mine, *notes, gradient, rows, machine.pitch, vocab, *sizes)),
             ]
+        else:
+            row_args = (value, value, value, value, value, gradient, value, value, 0, rows, 0, machine.pitch)
+            work.append((kernels._consume, (*mine, *row_args, vocab, -100, 0.0, *flags, TILE, slots, 4)))
         machine.run(rows, chunks, work)
 
 
 @pytest.mark.parametrize(("chunks", "slots"), SHAPES)
 def test_one_group(monkeypatch, chunks, slots):
     for seed in range(4):
-        _play(monkeypatch, Machine(seed), 3, chunks, slots)
+        _play(monkeypatch, Machine(seed), 3, chunks, slots, two_groups=False)
 
 
 @pytest.mark.parametrize(("chunks", "slots"), [*(shape for shape in SHAPES if shape[0] <= shape[1]), (3, 7)])
 def test_two_groups(monkeypatch, chunks, slots):
     for seed in range(6):
-        _play(monkeypatch, Machine(seed), 5, chunks, slots, parts=1)
+        _play(monkeypatch, Machine(seed), 5, chunks, slots, two_groups=True)
 
 
-@pytest.mark.parametrize(("chunks", "slots"), [(2, 1), (3, 2), (6, 3), (6, 5), (7, 6), (16, 14)])
-def test_two_programs_a_row(monkeypatch, chunks, slots):
-    for seed in range(6):
-        _play(monkeypatch, Machine(seed), 4, chunks, slots, parts=2)
-
-
-@pytest.mark.parametrize(("chunks", "slots", "parts"), [(16, 7, 0), (7, 7, 1), (8, 7, 2)])
-def test_the_model_misses_a_fence(monkeypatch, chunks, slots, parts):
+@pytest.mark.parametrize(("chunks", "slots", "two_groups"), [(16, 7, False), (7, 7, True)])
+def test_the_model_misses_a_fence(monkeypatch, chunks, slots, two_groups):
     """Without the fence before a slot is given back the model finds what an H200 showed: 79 wrong elements of 38
     million, in a slot that TMA overwrote while a warp's loads of it were under way."""
     with pytest.raises(AssertionError, match="without a proxy fence"):
-        _play(monkeypatch, Machine(0, fences=False), 5, chunks, slots, parts)
+        _play(monkeypatch, Machine(0, fences=False), 5, chunks, slots, two_groups)
