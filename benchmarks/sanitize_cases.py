@@ -27,9 +27,10 @@ import torch
 from timing import describe, tensors_of
 from tune_compile import compile_only
 
-from fuselm.kernels._triton import jit, tl
+from fuselm.kernels._triton import device_profile, jit, tl
 from fuselm.kernels.adamw import AdamW
 from fuselm.kernels.attention import dispatch
+from fuselm.kernels.cross_entropy_ring import ring_refusal
 from fuselm.kernels.specs.registry import SPECS
 
 START, DONE, RAISED, LEFT_OUT = "case", "done", "raised", "left out"
@@ -86,6 +87,14 @@ def _run_attention(hopper: bool, case: Mapping[str, Any], device: torch.device, 
         _run_spec("attention", case, device, options={"deterministic": deterministic})
 
 
+def _run_cross_entropy_hopper(rows: int, vocab: int, device: torch.device) -> None:
+    one = torch.empty((1, 1, vocab), dtype=torch.bfloat16, device=device)
+    refusal = ring_refusal(one, one, device_profile(device), smoothing=False, softcap=False)
+    if refusal is not None:
+        raise NotHereError(refusal)
+    _run_spec("cross_entropy", {"rows": (rows,), "vocab": vocab, "z_loss": 1e-4}, device)
+
+
 def _run_adamw(param_dtype: torch.dtype, options: Mapping[str, Any], device: torch.device) -> None:
     generator = torch.Generator(device=device).manual_seed(0)
     params = []
@@ -130,8 +139,14 @@ _SPEC_CASES: Mapping[str, Mapping[str, Any]] = {
     "cross_entropy": {"rows": (9,), "vocab": 4099, "z_loss": 1e-4, "label_smoothing": 0.1},
     "linear_cross_entropy": {"rows": (70,), "vocab": 1000, "dim": 64, "chunk_size": 32},
 }
+_BUDGET = {"rows": (70,), "vocab": 1000, "dim": 64, "memory_budget": 40000}
 CASES: tuple[SanitizerCase, ...] = (
     *(SanitizerCase(op, partial(_run_spec, op, case)) for op, case in _SPEC_CASES.items()),
+    # In blocks of columns, in the memory of dW and in the buffer.
+    SanitizerCase("linear_cross_entropy, memory_budget", partial(_run_spec, "linear_cross_entropy", _BUDGET)),
+    # More rows than several programs share, and as many as refill all slots of shared memory.
+    SanitizerCase("cross_entropy Hopper", partial(_run_cross_entropy_hopper, 300, 41024)),
+    SanitizerCase("cross_entropy Hopper, one group", partial(_run_cross_entropy_hopper, 140, 128256)),
     SanitizerCase("adamw fp32", partial(_run_adamw, torch.float32, {})),
     SanitizerCase("adamw bf16, master weights", partial(_run_adamw, torch.bfloat16, {"master_weights": True})),
     SanitizerCase("decode_attention", _run_decode),
