@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import fuselm.kernels.linear_cross_entropy as module
 import fuselm.kernels.vocab_chunks as vocab_chunks
+from fuselm.kernels.direct import RepeatedLaunch
 from fuselm.kernels.launch import linear_cross_entropy as launch
 from fuselm.kernels.launch.linear_cross_entropy import ChunkPlan, chunk_plan, column_chunks
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
@@ -179,6 +186,38 @@ def test_memory(plan, device, generator, monkeypatch):
         halves = sorted(t.numel() for t in shapes if t.dtype == torch.float16)
         assert halves == [value.rows * value.columns, 81 * DIM]
         assert max(t.numel() for t in shapes if t.dtype == torch.float32) == ROWS * DIM  # dx
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_launch_past_the_jit_is_what_the_jit_would_compile(dtype, plan, device, generator, monkeypatch):
+    """All launches of one RepeatedLaunch have the types, the alignment and the ints of its first, whatever those of
+    the caller's tensors are: odd places in memory and dims, int32 targets, one row."""
+    keys: dict[RepeatedLaunch, set[str]] = {}
+
+    def only_look(self: RepeatedLaunch, programs: int, *arguments: Any) -> None:
+        names = list(inspect.signature(self._kernel.fn).parameters)
+        assert names[len(arguments) :] == list(self._constants)
+        _, key, _ = binder(self._kernel)(*arguments, *self._constants.values())
+        keys.setdefault(self, set()).add(str(key))
+
+    monkeypatch.setattr(RepeatedLaunch, "__call__", only_look)
+    plans = (LENT, ALL_ROWS, BLOCKS, BOTH, ChunkPlan(1, 16), ChunkPlan(3, 48))
+    for vocab, softcap, value in itertools.product((33, 81), (None, 5.0), plans):
+        x, w, targets = make(vocab, device, generator, dtype)
+        x, w = x[:, 1:], w[:, 1:]
+        odd = torch.empty(ROWS + 1, dtype=torch.int32, device=device)[1:].copy_(targets)
+        for rows, ts, reduction in ((ROWS, targets, "none"), (ROWS, odd, "mean"), (1, odd[:1], "mean")):
+            plan(value._replace(rows=min(value.rows, rows)))
+            gradients(x[:rows], w, ts, softcap=softcap, label_smoothing=0.1, reduction=reduction, memory_budget=4096)
+    assert len(keys) > 50 and max(map(len, keys.values())) == 1
+
+
+@functools.cache
+def binder(kernel: Any) -> Any:
+    """Gives, of a kernel's arguments, what Triton would compile it for on Hopper."""
+    options = getattr(kernel, "kwargs", None) or {"do_not_specialize": kernel.do_not_specialize}
+    compiled = JITFunction(kernel.fn, do_not_specialize=options["do_not_specialize"])
+    return create_function_from_signature(compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32)))
 
 
 def test_compiled(plan, device, generator):
