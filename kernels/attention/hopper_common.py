@@ -45,6 +45,8 @@ LOG2E = 1.4426950408889634
 RAGGED = 2**30  # rows that a ragged descriptor counts; also the coordinate that its outermost dimension stays at
 _RAGGED_BOUND = 0x7FFF0000
 TABLE_COLUMNS = 8  # ints an entry of a tile table: six, padded to 32 bytes
+SORTED_TILES = 4096  # at most: each is compared with all, for 16,384 two milliseconds or more (instructions counted)
+SORTED_TILES = 4096  # at most: each is compared with all, which for 16,384 would take a millisecond or two (counted)
 
 
 def python_function(function: Any) -> Any:
@@ -358,7 +360,8 @@ def tile_table(
         others: over all documents.
         block: rows of a tile.
         by_work: whether to sort them by how many of the others they meet, those of queries with the longest last, those
-            of keys with the longest first, both as without documents under a causal mask; else in `locate`'s order.
+            of keys with the longest first, both as without documents under a causal mask; else, and where there are
+            more than SORTED_TILES, in `locate`'s order.
         queries: whether the rows are queries.
         causal: whether a causal mask cuts the work.
         window: its width, 0 for none.
@@ -374,6 +377,7 @@ def tile_table(
     table = torch.empty((tiles + 1, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
     _tile_table_kernel[(tiles,)](
         table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, window,
-        SORTED=by_work, QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block, num_warps=1,
+        SORTED=by_work and tiles <= SORTED_TILES, QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block,
+        num_warps=1,
     )  # fmt: skip
     return table, tiles

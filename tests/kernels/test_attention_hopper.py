@@ -157,6 +157,29 @@ def test_tile_table(by_work, masks, queries, device):
     assert nothing == (None, 10)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "behind"), [([], 70), ([0], 0), ([64], 0), ([0, 0, 33, 0, 0], 0), ([1] * 40 + [0] * 24, 5)]
+)
+def test_tile_table_of_empty_documents(lengths, behind, device, monkeypatch):
+    """No documents, empty ones, the last border repeated as in padded cu_seqlens; and too many tiles to be sorted."""
+    rows = sum(lengths) + behind
+    borders = [0, *itertools.accumulate(lengths)]
+    cu = torch.tensor(borders, dtype=torch.int32, device=device)
+    for most in (4096, 1):
+        monkeypatch.setattr(common, "SORTED_TILES", most)
+        for queries in (True, False):
+            table, tiles = common.tile_table(cu, cu, rows, rows, 32, queries=queries, causal=True, window=0)
+            assert table is not None
+            seen = torch.zeros(rows, dtype=torch.int32)
+            order = []
+            for first, length, begin, others, _, document, *_ in table[:tiles].tolist():
+                assert begin == borders[document] and others == (length if document < len(lengths) else 0)
+                seen[begin + first : begin + min(first + 32, length)] += 1
+                order.append(begin // 32 + document + first // 32)
+            assert (seen == 1).all() and sorted(order) == list(range(tiles))
+            assert most > 1 or order == list(range(tiles))
+
+
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
 def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     """The last kernel puts back in order what the consumers' threads added block by block, 64 x 64 numbers as the
