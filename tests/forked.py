@@ -1,12 +1,13 @@
 """Python programs as forks of one process that has imported the trainer: a start takes a tenth of a second, not four.
 
 Each is a process of its own, with its own environment, folder, arguments, files and end, as a fresh interpreter would
-give it; so do those that torchrun starts. Only what happens while modules load is not seen: tests of that start an
-interpreter.
+give it; so do those that torchrun starts. Only what happens while modules load is not seen, and all have one
+PYTHONHASHSEED: tests of that start an interpreter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -40,6 +41,7 @@ class Server:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment = _compiling(os.environ)  # now: what a test sets for itself is not for the modules to see
         self._folder = tempfile.TemporaryDirectory()
         self.path, self.python = f"{self._folder.name}/socket", f"{self._folder.name}/python"
         relay = shlex.join([sys.executable, "-S", __file__, "relay", self.path])
@@ -52,12 +54,9 @@ class Server:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(self.path)
                 listener.listen(16)
-                environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-                    "OMP_NUM_THREADS": "1"
-                }
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, str(listener.fileno())],
-                    stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()],
+                    [sys.executable, __file__, str(listener.fileno())], stdin=subprocess.PIPE,
+                    env=self._environment | {"OMP_NUM_THREADS": "1"}, pass_fds=[listener.fileno()],
                 )  # fmt: skip
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self.path)
@@ -115,7 +114,7 @@ class Program:
         if self.returncode is None and self._interpreter is not None:
             self.returncode = self._interpreter.poll()
         elif self.returncode is None and select.select([self._connection], [], [], 0)[0]:
-            self.returncode = int(self._lines.readline())
+            self.returncode = _number(self._lines)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -141,7 +140,7 @@ class Program:
     def send_signal(self, number: int) -> None:
         """Nothing where it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            _send(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -160,7 +159,19 @@ def _ask(connection: socket.socket, request: dict[str, Any], files: Sequence[int
     socket.send_fds(connection, [data[:1]], files)
     connection.sendall(data[1:])
     lines = connection.makefile()
-    return lines, int(lines.readline())
+    return lines, _number(lines)
+
+
+def _number(lines: Any) -> int:
+    line = lines.readline()
+    if not line:
+        raise ChildProcessError("the process that forks programs, or the one that waits for this program, has died")
+    return int(line)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def _relay(path: str, command: list[str]) -> None:
@@ -170,8 +181,8 @@ def _relay(path: str, command: list[str]) -> None:
     request = {"command": [word for word in command if word != "-u"], "env": dict(os.environ), "cwd": os.getcwd()}
     lines, pid = _ask(connection, request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: os.kill(pid, received))
-    code = int(lines.readline())
+        signal.signal(number, lambda received, _: _send(pid, received))
+    code = _number(lines)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -216,6 +227,11 @@ def _run(request: dict, files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    import numpy
+    import torch
+
+    torch.default_generator.seed()  # two programs that forgot a seed must not agree; `random` sees to that itself
+    numpy.random.seed()
     command = request["command"]
     if command[0] == "-m":
         import runpy
