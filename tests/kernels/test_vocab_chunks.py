@@ -234,6 +234,25 @@ def test_compiled(plan, device, generator):
         torch.testing.assert_close(a.detach(), b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "budget_rows", "columns"), [(3, 2, 640), (7, 3, 384), (9, 8, 768)])
+def test_what_a_budget_chooses(rows, budget_rows, columns, device, generator):
+    """Nothing is set by hand: odd vocabulary, int32 targets, a row ignored, a gradient of lse."""
+    vocab = 1001
+    x, w = (torch.randn(n, DIM, device=device, generator=generator) for n in (rows, vocab))
+    targets = torch.randint(0, vocab, (rows,), device=device, generator=generator, dtype=torch.int32)
+    targets[0], targets[-1] = -100, vocab - 1
+    budget = budget_rows * launch.row_bytes(vocab, 4)
+    assert chunk_plan(rows, vocab, 4, 0, budget, True).columns == columns
+    upstream = torch.tensor(0.5, device=device), torch.randn(rows, device=device, generator=generator)
+    options = {"z_loss": 1e-3, "return_lse": True, "memory_budget": budget}
+    ours = gradients(x, w, targets, *upstream, **options)
+    exact, plain = (
+        gradients(x, w, targets.long(), *upstream, dtype=d, **options) for d in (torch.float64, torch.float32)
+    )
+    for name, a, e, p in zip(("loss", "dx", "dw"), ours, exact, plain, strict=True):
+        check_budget(a, e, p, name=name)
+
+
 def test_the_plan():
     liger = 256 * 128256 * 2  # of 8192 x 4096 x 128256
     assert chunk_plan(8192, 128256, 2, 0, liger, True) == ChunkPlan(8192, 3968)
