@@ -94,16 +94,19 @@ def test_a_waiting_process_that_dies_is_an_error_and_no_success(start):
 @needs_forks
 def test_a_server_that_cannot_load_is_an_error(monkeypatch, tmp_path):
     """And what a test sets for itself is not there when modules load."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
+    seen = tmp_path / "environment"
+    (tmp_path / "torch.py").write_text(
+        f"import os, pathlib; pathlib.Path({str(seen)!r}).write_text(' '.join(os.environ)); raise ImportError"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = Server()
     monkeypatch.setenv("LATER", "1")
     try:
-        connection = server.connect()
+        server.connect().close()
         assert server._process is not None
-        environment = Path(f"/proc/{server._process.pid}/environ").read_bytes()
-        assert b"PYTHONPATH=" in environment and b"LATER=" not in environment
-        connection.close()
+        server._process.wait(60)
+        names = seen.read_text().split()
+        assert "PYTHONPATH" in names and "LATER" not in names
         with pytest.raises((ChildProcessError, ConnectionError)):
             Program(server, ["-m", "this"])
     finally:
