@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ from fuselm.train.distributed import World
 from fuselm.train.packing import BATCHES_THREAD
 
 _KEY = f"fuselm/where/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_TOLD = f"{_KEY}/told"
 _EXIT_CODE = 1  # torchrun --max-restarts starts all ranks again
 
 
@@ -151,13 +152,31 @@ class HangWatch:
             behind = [r for r, place in places.items() if place["moves"] == least]
             behind = behind if len(behind) < self.world.size else []
         reporter = min((r for r in places if r not in behind), default=0)
-        if self.world.rank != reporter:
-            return  # one rank tells
+        if self.world.rank != reporter and self._another_tells(store):
+            return
         if not behind:
             self._print(f"nothing has moved for {stuck:.0f} s: all ranks are at the same place: {mine}")
-            return
-        told = [_describe(rank, places.get(rank), rank in silent) for rank in behind]
-        self._print(f"nothing has moved for {stuck:.0f} s: {'; '.join(told)}; {mine}")
+        else:
+            told = [_describe(rank, places.get(rank), rank in silent) for rank in behind]
+            self._print(f"nothing has moved for {stuck:.0f} s: {'; '.join(told)}; {mine}")
+        if store is not None:
+            with suppress(RuntimeError, dist.DistError):
+                store.set(_TOLD, "")
+
+    def _another_tells(self, store: Store | None) -> bool:
+        """Goes on posting until another rank has told, so that this one does not pass for lost: a rank that holds the
+        others up stands still before they do. False if nobody tells in the time that the others had, too."""
+        end = time.monotonic() + self.timeout
+        try:
+            while store is not None and time.monotonic() < end:
+                if store.check([_TOLD]):
+                    return True
+                self._post(store, self._stack())
+                if self._end.wait(self._interval):  # it moves again
+                    return True
+        except (RuntimeError, dist.DistError):  # the rank that keeps the store has left
+            return True
+        return False
 
     def _print(self, text: str) -> None:
         print(f"error: {text}", file=sys.stderr, flush=True)

@@ -91,6 +91,31 @@ def test_a_run_that_moves_is_left_alone():
     assert left == [1] and len(stalls) == 1 and "a step of step 12" in stalls[0]
 
 
+def test_a_rank_that_stands_still_first_is_not_taken_for_lost(monkeypatch, capsys):
+    """It holds the others up, who come to a standstill later, and is still there to be asked then."""
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    left: list[int] = []
+    device = torch.device("cpu")
+    others, culprit = (
+        HangWatch(World(rank, rank, 2, device), 1.6, lambda _: None, lambda _code, rank=rank: left.append(rank))
+        for rank in range(2)
+    )
+    with others, culprit:
+        culprit.at("reading a batch", 3)
+        others.at("reading a batch", 3)
+        time.sleep(1.2)  # more than the 2.5 posts that say whether a rank still answers
+        others.at("the forward and backward pass", 3)
+        end = time.monotonic() + 20
+        while len(left) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+    assert sorted(left) == [0, 1]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "rank 1 holds the others up, in reading a batch of step 4 (" in line
+    assert "rank 0 waits in the forward and backward pass of step 4" in line
+
+
 @pytest.mark.parametrize(
     ("dump", "expected"),
     [
