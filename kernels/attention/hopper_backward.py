@@ -7,7 +7,8 @@ warpgroups with 64 of them each, and goes through the queries of all heads that 
     added to an fp32 buffer in device memory. In a lagged launch this is dQ of the block before: the consumers, which
     need each other's dS for it, need not keep step then.
 These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
-come tile by tile (`wait_for_turn`), and the bits are the same in every run.
+come tile by tile (`wait_for_turn`), and the bits are the same in every run. A rolling launch, at head_dim 64, runs
+hopper_backward_rolling.py's kernel instead of the one here.
 
 A kernel before it computes delta, zeroes the buffer, and writes lse2 and delta in whole blocks: a query that does not
 exist or saw no key gets lse2 = +inf, which makes its probabilities 0 without a mask. One behind it casts dQ.

@@ -169,15 +169,6 @@ def matrix(buffer):
 
 
 @gluon_jit
-def positions_of(program, programs, positions):
-    """How many of `positions` places a persistent program takes."""
-    rounds = positions // programs
-    rest = positions - rounds * programs
-    place = program + rounds % 2 * (programs - 1 - 2 * program)
-    return rounds + max(min(rest - place, 1), 0)
-
-
-@gluon_jit
 def position_at(program, programs, step):
     """The place that a program takes in round `step`. Every second round goes backwards: with the places sorted by
     length, who took the longest of one round takes the shortest of the next."""

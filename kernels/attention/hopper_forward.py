@@ -311,8 +311,7 @@ def _hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr,
-    CONSUMER_REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)

@@ -21,10 +21,9 @@ from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import heads_a_section
 
-positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
+position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
     common.python_function,
     (
-        common.positions_of,
         common.position_at,
         common.tile_and_head,
         common.key_blocks,
@@ -34,15 +33,17 @@ positions_of, position_at, tile_and_head, key_blocks, split_blocks, query_blocks
 )
 
 
+def places_of(program: int, programs: int, positions: int) -> list[int]:
+    """What the forward kernel's producer goes through: until a place is beyond the last."""
+    places = (position_at(program, programs, step) for step in itertools.count())
+    return list(itertools.takewhile(lambda place: place < positions, places))
+
+
 @pytest.mark.parametrize("programs", [1, 3, 132])
 @pytest.mark.parametrize("positions", [1, 2, 3, 131, 132, 133, 400, 1000])
 def test_programs_take_every_place_once(positions, programs):
     programs = min(programs, positions)
-    taken = [
-        position_at(program, programs, step)
-        for program in range(programs)
-        for step in range(positions_of(program, programs, positions))
-    ]
+    taken = [place for program in range(programs) for place in places_of(program, programs, positions)]
     assert sorted(taken) == list(range(positions))
 
 
@@ -66,8 +67,8 @@ def test_programs_have_equal_work(heads, section, tiles):
     percent where there are many tiles."""
     work = [0.0] * 132
     for program in range(132):
-        for step in range(positions_of(program, 132, heads * tiles)):
-            tile, _ = tile_and_head(position_at(program, 132, step), heads, section, tiles)
+        for place in places_of(program, 132, heads * tiles):
+            tile, _ = tile_and_head(place, heads, section, tiles)
             work[program] += tile + 1 + 2.5
     assert max(work) * 132 / sum(work) < (1.035 if tiles == 8 else 1.005)
 
