@@ -45,7 +45,6 @@ LOG2E = 1.4426950408889634
 RAGGED = 2**30  # rows that a ragged descriptor counts; also the coordinate that its outermost dimension stays at
 _RAGGED_BOUND = 0x7FFF0000
 TABLE_COLUMNS = 8  # ints an entry of a tile table: six, padded to 32 bytes
-SORTED_TILES = 4096  # at most: each is compared with all, for 16,384 two milliseconds or more (instructions counted)
 SORTED_TILES = 4096  # at most: each is compared with all, which for 16,384 would take a millisecond or two (counted)
 
 
