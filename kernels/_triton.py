@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from fuselm.kernels.compile_key import key_compile_caches
+
 Backend = Literal["auto", "triton", "reference"]
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
@@ -31,6 +33,7 @@ else:
     # As triton.jit, with options or without: the decorated function is never called.
     triton, tl = SimpleNamespace(jit=lambda f=None, **_: f if f is not None else lambda g: g), SimpleNamespace()
 
+key_compile_caches()
 jit: Any = triton.jit  # Any: a type checker would reject ints passed for tl.constexpr
 
 
@@ -111,6 +114,8 @@ def select_backend(backend: Backend, device: torch.device) -> Literal["triton", 
         ValueError: `backend` is not one of auto, triton, reference.
         RuntimeError: "triton" was asked for by name where it cannot run; the message says what to do.
     """
+    if torch.compiler.is_compiling():
+        key_compile_caches()
     if backend == "reference":
         return "reference"
     if device.type == "cuda" and HAVE_TRITON and _assumed is None and not torch.compiler.is_compiling():
