@@ -1,14 +1,17 @@
 """Launch choices of attention to be timed: the Hopper kernels at the shapes of the performance table, the portable
-kernels at two of them. Causal, bf16; outputs are checked against torch's SDPA."""
+kernels at two of them, the backward one over packed documents as well. Causal, bf16; outputs are checked against
+torch's SDPA."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from rows import document_lengths
 from tuning.base import Target
 
 from fuselm.kernels.attention.hopper_backward import hopper_backward
@@ -27,6 +30,9 @@ ROWS = (
     (32, 1024, 12, 12, 64),
     (1, 16384, 16, 16, 64),
 )
+BACKWARD_ROWS = (*ROWS, (4, 4097, 32, 8, 128))
+DOCUMENT_ROWS = ((1, 16384, 32, 8, 128),)  # at head_dim 64 documents have no sections
+DOCUMENTS = (0, *accumulate(document_lengths(16384, 64, 8192)))  # those of the benchmark
 DETERMINISTIC_ROWS = ((4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 64))
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
 
@@ -42,10 +48,13 @@ def _inputs(row: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, .
     return (*qkv.split([heads, kv_heads, kv_heads], 2), dout)
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: tuple[int, ...] = ()) -> torch.Tensor:
+    outs = []
+    for begin, end in pairwise(documents or (0, q.shape[1])):
+        queries, keys, values = (x[:, begin:end].transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        outs.append(out.transpose(1, 2))
+    return torch.cat(outs, 1)
 
 
 def _forward(
@@ -57,17 +66,18 @@ def _forward(
 
 
 def _backward(
-    function: Callable[..., Any], row: tuple[int, ...], device: torch.device
+    function: Callable[..., Any], row: tuple[int, ...], device: torch.device, documents: tuple[int, ...] = ()
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, v, dout = _inputs(row, device)
     scale = row[-1] ** -0.5
-    out, lse2 = portable_forward(q, k, v, None, None, True, scale, 0, 0.0)
+    borders = torch.tensor(documents, dtype=torch.int32, device=device) if documents else None
+    out, lse2 = portable_forward(q, k, v, borders, borders, True, scale, 0, 0.0)
 
     def reference() -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(_sdpa(*leaves), leaves, dout)
+        return torch.autograd.grad(_sdpa(*leaves, documents=documents), leaves, dout)
 
-    return lambda: function(dout, None, q, k, v, out, lse2, None, None, True, scale, 0, 0.0), reference
+    return lambda: function(dout, None, q, k, v, out, lse2, borders, borders, True, scale, 0, 0.0), reference
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
@@ -81,13 +91,17 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
     return tuple(HopperForwardLaunch(consumers, 128, stages, section * MIB) for consumers, stages, section in choices)
 
 
-def backward_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Sections; dQ of a block in the next pass or not; at head_dim 64 from tile to tile without a pause or not."""
+def backward_candidates(length: int, head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
+    """From tile to tile without a pause or not, and sections; dQ of a block in the next pass or not."""
     if head_dim == 64:
-        rolling = [HopperBackwardLaunch(128, 2, section * MIB, rolling=True) for section in (16, 12, 20, 24)]
-        return (*rolling, HopperBackwardLaunch(128, 2, 24 * MIB), HopperBackwardLaunch(128, 2, 32 * MIB))
-    choices = [(24, True), (16, True), (32, True), (32, False), (48, True)]
-    return tuple(HopperBackwardLaunch(64, 2, section * MIB, lagged) for section, lagged in choices)
+        sections, others = (16, 12, 20, 24), [(24, True), (32, True)]
+    else:
+        # A group of heads has 32 MiB at 16384 queries: the smallest section is one of them, the largest has them all.
+        sections = (32, 64, 256) if length >= 16384 else (32, 24, 16, 48)
+        others = [(24, True), (16, True), (32, True), (32, False), (48, True)]
+    block_m = 8192 // head_dim
+    rolling = [HopperBackwardLaunch(block_m, 2, section * MIB, rolling=True) for section in sections]
+    return (*rolling, *(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in others))
 
 
 def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
@@ -108,32 +122,34 @@ def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int
     )
 
 
-def _name(direction: str, kernel: str, row: tuple[int, ...]) -> str:
+def _name(direction: str, kernel: str, row: tuple[int, ...], documents: tuple[int, ...] = ()) -> str:
     batch, length, heads, kv_heads, head_dim = row
-    return f"attention {kernel} {direction} B{batch} S{length} H{heads}/{kv_heads} D{head_dim} bf16"
+    packed = f" in {len(documents) - 1} documents" if documents else ""
+    return f"attention {kernel} {direction} B{batch} S{length}{packed} H{heads}/{kv_heads} D{head_dim} bf16"
 
 
 _HOPPER, _PORTABLE = "fuselm.kernels.attention.hopper_", "fuselm.kernels.attention.portable."
 TARGETS = (
     [
-        target
-        for row in ROWS
-        for target in (
-            Target(
-                _name("forward", "hopper", row),
-                f"{_HOPPER}forward.hopper_forward_launch",
-                forward_candidates(row[1], row[-1]),
-                functools.partial(_forward, hopper_forward, row),
-                0,
-            ),
-            Target(
-                _name("backward", "hopper", row),
-                f"{_HOPPER}backward.hopper_backward_launch",
-                backward_candidates(row[-1]),
-                functools.partial(_backward, hopper_backward, row),
-                0,
-            ),
+        Target(
+            _name("forward", "hopper", row),
+            f"{_HOPPER}forward.hopper_forward_launch",
+            forward_candidates(row[1], row[-1]),
+            functools.partial(_forward, hopper_forward, row),
+            0,
         )
+        for row in ROWS
+    ]
+    + [
+        Target(
+            _name("backward", "hopper", row, documents),
+            f"{_HOPPER}backward.hopper_backward_launch",
+            backward_candidates(row[1], row[-1]),
+            functools.partial(_backward, hopper_backward, row, documents=documents),
+            0,
+        )
+        for rows, documents in ((BACKWARD_ROWS, ()), (DOCUMENT_ROWS, DOCUMENTS))
+        for row in rows
     ]
     + [
         Target(

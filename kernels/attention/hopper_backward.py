@@ -7,7 +7,7 @@ warpgroups with 64 of them each, and goes through the queries of all heads that 
     added to an fp32 buffer in device memory. In a lagged launch this is dQ of the block before: the consumers, which
     need each other's dS for it, need not keep step then.
 These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
-come tile by tile (`wait_for_turn`), and the bits are the same in every run. A rolling launch, at head_dim 64, runs
+come tile by tile (`wait_for_turn`), and the bits are the same in every run. A rolling launch runs
 hopper_backward_rolling.py's kernel instead of the one here.
 
 A kernel before it computes delta, zeroes the buffer, and writes lse2 and delta in whole blocks: a query that does not
@@ -47,6 +47,7 @@ from fuselm.kernels.attention.hopper_dq import (
     add_dq,
     attention_finish_kernel,
     attention_prepare_kernel,
+    multiply_dq,
     pass_turn,
     wait_for_turn,
 )
@@ -103,24 +104,6 @@ def _produce(
             mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
             load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
             done += 1
-
-
-@gluon_jit
-def _multiply_dq(ds_s, k_s, pair, half: tl.constexpr, ME: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Starts a consumer's half of dS·K, from the dS of both consumers in buffer `pair`."""
-    ds_0 = ds_s.index(2 * pair)
-    ds_1 = ds_s.index(2 * pair + 1)
-    k_0 = matrix(k_s.index(0))
-    k_1 = matrix(k_s.index(1))
-    if HEAD_DIM == 128:  # a half of the columns each
-        k_0 = k_0.slice(64 * ME, 64, 1)
-        k_1 = k_1.slice(64 * ME, 64, 1)
-    if BLOCK_M == 128:  # a half of the queries each
-        ds_0 = ds_0.slice(64 * ME, 64, 1)
-        ds_1 = ds_1.slice(64 * ME, 64, 1)
-    no_half = gl.zeros([64, 64], gl.float32, half)
-    dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon_jit
@@ -226,7 +209,7 @@ def _consume(
             # dQ of the block before. Its dS was complete when this pass began, or nearly so: the consumers need not
             # keep step, and one's softmax can meet the other's products.
             mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
-            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dq = multiply_dq(ds_s, k_s, done & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
             fence_async_shared()
@@ -243,7 +226,7 @@ def _consume(
             fence_async_shared()
             mbarrier.arrive(ds_full.index(done & 1), count=1)
             mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
-            dq = _multiply_dq(ds_s, k_s, done & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dq = multiply_dq(ds_s, k_s, done & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
@@ -268,7 +251,7 @@ def _consume(
             if ORDERED:
                 pass_turn(turns_ptr, added_row, tile + 1, pairs > 1, ME, HEAD_DIM)
                 wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
-            dq = _multiply_dq(ds_s, k_s, pairs & 1, half, ME, BLOCK_M, HEAD_DIM)
+            dq = multiply_dq(ds_s, k_s, pairs & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
     if ORDERED:
@@ -358,6 +341,9 @@ def hopper_backward(
     same bits in every run only if `deterministic`.
 
     What they do not take is kept from them by `hopper_refusal`.
+
+    Raises:
+        ValueError: the launch function gave a launch that there is no kernel for.
     """
     dout = dout if tma_refusal("dout", dout) is None else dout.contiguous()
     out = out if out.stride(-1) == 1 else out.contiguous()
@@ -367,6 +353,9 @@ def hopper_backward(
     group = heads // kv_heads
     profile = device_profile(q.device)
     launch = hopper_backward_launch(head_dim, keys, profile, deterministic)
+    reason = launch.refusal(head_dim)
+    if reason is not None:
+        raise ValueError(f"{launch}: {reason}")
     block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -394,9 +383,9 @@ def hopper_backward(
         instances = batch * kv_heads
         head_bytes = 2 * group * queries * head_dim * q.element_size()
         section = heads_a_section(head_bytes, instances, launch.section_bytes)
-        if launch.ordered or (packed and launch.rolling):
+        if launch.ordered or (packed and launch.rolling and head_dim == 64):
             # Who rolls through documents takes the longest tiles first, over all heads: 1.02 ms at head_dim 64, 1.13 in
-            # sections. At head_dim 128 that touches more than L2 holds: 2.10 ms.
+            # sections. At head_dim 128 that touches more than L2 holds (2.10 ms, not rolling).
             section = instances
         descriptors = (
             rows_descriptor(q, block_m, packed),
@@ -406,12 +395,16 @@ def hopper_backward(
             flat_descriptor(padded_lse2, [block_m]),
             flat_descriptor(delta, [block_m]),
         )
-        outputs = (rows_descriptor(dk, 64, packed), rows_descriptor(dv, 64, packed), lse2 if table is None else table)
+        outputs = (dk, dv)
+        if head_dim == 64 or not launch.rolling:
+            outputs = (rows_descriptor(dk, 64, packed), rows_descriptor(dv, 64, packed))
+        outputs = (*outputs, lse2 if table is None else table)
         problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)))
         masks = {"PACKED": packed, "CAUSAL": causal, "WINDOW": window > 0}
         if launch.rolling:
             hopper_backward_rolling_kernel[(min(instances * tiles, profile.num_sms),)](
-                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks, num_warps=4, maxnreg=168
+                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks,
+                BLOCK_M=block_m, HEAD_DIM=head_dim, num_warps=4, maxnreg=168,
             )  # fmt: skip
         else:
             _hopper_backward_kernel[(instances * tiles,)](

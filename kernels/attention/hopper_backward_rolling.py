@@ -1,8 +1,9 @@
-"""Attention backward on Hopper without a pause between tiles: hopper_backward.py's lagged loop, for head_dim 64.
+"""Attention backward on Hopper without a pause between tiles: hopper_backward.py's lagged loop.
 
 A program takes tile after tile. Keys and values have two buffers, so that those of the next tile arrive while this one
 is multiplied, and dQ of a tile's last block is computed in the first pass of the next tile, from the keys of before:
-between two tiles a consumer only puts dK and dV into a buffer, from which they leave by TMA while it goes on.
+between two tiles a consumer only puts dK and dV into a buffer, from which they leave by TMA while it goes on. At
+head_dim 128 the two buffers of keys and values leave no room for that one: there they leave from the registers.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.attention.hopper_dq import add_dq
+from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 _constexpr: Any = getattr(tl, "constexpr", int)  # without Triton this file is imported, but its kernel never compiled
-BLOCK_M = _constexpr(128)
 STAGES = _constexpr(2)  # of queries; the waits below count on two
 
 
 @gluon_jit
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr, counter_ptr,
-    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
     plan_full, plan_empty, kv_full, q_full, q_empty, do_full, _ds_full = barriers
@@ -113,27 +113,33 @@ def _produce(
 
 
 @gluon_jit
-def _multiply_dq(ds_s, k_s, number, keys, half: tl.constexpr, ME: tl.constexpr):
-    """Starts a consumer's half, 64 queries, of dS·K, from dS number `number` of both and the keys in buffer `keys`."""
-    ds_0 = ds_s.index(2 * (number & 1)).slice(64 * ME, 64, 1)
-    ds_1 = ds_s.index(2 * (number & 1) + 1).slice(64 * ME, 64, 1)
-    no_half = gl.zeros([64, 64], gl.float32, half)
-    dq = warpgroup_mma(ds_0.permute((1, 0)), matrix(k_s.index(2 * keys)), no_half, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_1.permute((1, 0)), matrix(k_s.index(2 * keys + 1)), dq, is_async=True)
+def _not_before(number):
+    """The number, so that what is computed from it is not computed before the loop that this is in."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
+    """Stores a [64, head_dim] product from where it is in registers: the rows below `rows`, `stride` elements apart."""
+    column = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    gl.store(pointer + row.to(gl.int64)[:, None] * stride + column[None, :], value, mask=(row < rows)[:, None])
 
 
 @gluon_jit
 def _consume(
-    buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
-    ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    buffers, barriers, problem, outputs, scale, score_scale,
+    ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
-    dq_ptr, dk_desc, dv_desc = outputs
+    dq_ptr, dk_out, dv_out = outputs
     plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full = barriers
-    dtype: tl.constexpr = dk_desc.dtype
+    _queries, keys_a_batch, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
+    dtype: tl.constexpr = ds_s.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    gradient: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     half: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    left: tl.constexpr = gl.DotOperandLayout(0, half, 2)
+    left: tl.constexpr = gl.DotOperandLayout(0, gradient, 2)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
     offsets = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     # Zeros that the compiler cannot see through: if it knew that a thread's two rows of -delta are equal, it would copy
@@ -166,8 +172,8 @@ def _consume(
             low = gl.where(key < rows, key - (rows - others), 1 << 30)
         else:
             low = gl.where(key < rows, 0, 1 << 30)
-        dk = gl.zeros([64, 64], gl.float32, half)
-        dv = gl.zeros([64, 64], gl.float32, half)
+        dk = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
+        dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
         pair = used & 1
         k = matrix(k_s.index(2 * pair + ME))
         v = matrix(v_s.index(2 * pair + ME))
@@ -181,6 +187,10 @@ def _consume(
             done = passed + i  # pyright: ignore[reportOperatorIssue]
             slot = done % STAGES
             phase = done // STAGES & 1
+            if HEAD_DIM == 128:  # the addresses of keys and values, of which each product has its own, spill otherwise
+                here = _not_before(pair)
+                k = matrix(k_s.index(2 * here + ME))
+                v = matrix(v_s.index(2 * here + ME))
             mbarrier.wait(q_full.index(slot), phase)
             q = matrix(q_s.index(slot))
             # dP starts from -delta instead of 0: the registers of delta are those of the sum.
@@ -212,14 +222,14 @@ def _consume(
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
             mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
-            dq = _multiply_dq(ds_s, k_s, done, keys, half, ME)
+            dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
             fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
-            add_dq(dq_ptr, dq * scale, dq_row, ME, 64)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
             dq_row = padded + block * BLOCK_M
@@ -229,10 +239,11 @@ def _consume(
                 padded += query_tiles * BLOCK_M
         passed += group * count
         used += gl.where(count > 0, 1, 0)
-        tma.store_wait(0)  # dK and dV of the tile before have left their buffers
-        matrix(out_s.index(2 * ME)).store(dv.to(dtype))
-        matrix(out_s.index(2 * ME + 1)).store((dk * scale).to(dtype))
-        fence_async_shared()
+        if HEAD_DIM == 64:
+            tma.store_wait(0)  # dK and dV of the tile before have left their buffers
+            matrix(out_s.index(2 * ME)).store(dv.to(dtype))
+            matrix(out_s.index(2 * ME + 1)).store((dk * scale).to(dtype))
+            fence_async_shared()
         # Again, as there are no registers to hold them through the tile.
         batch = noted(plan, number & 1, 1)
         kv_head = noted(plan, number & 1, 2)
@@ -240,26 +251,33 @@ def _consume(
         rows = noted(plan, number & 1, 4)
         begin = noted(plan, number & 1, 5)
         mbarrier.arrive(plan_empty.index(number & 1), count=1)
-        store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME), PACKED)
-        store_rows(dk_desc, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME + 1), PACKED)
+        if HEAD_DIM == 64:
+            store_rows(dv_out, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME), PACKED)
+            store_rows(dk_out, batch, begin, rows, first + 64 * ME, kv_head, out_s.index(2 * ME + 1), PACKED)
+        else:
+            row = first + 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, gradient))
+            start = ((gl.cast(batch, gl.int64) * keys_a_batch + begin) * kv_heads + kv_head) * HEAD_DIM
+            _store_registers(dv_out + start, dv.to(dtype), row, rows, kv_heads * HEAD_DIM, gradient)
+            _store_registers(dk_out + start, (dk * scale).to(dtype), row, rows, kv_heads * HEAD_DIM, gradient)
         number += 1
         mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
         count = noted(plan, number & 1, 0)
     if passed > 0:
         mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
-        dq = _multiply_dq(ds_s, k_s, passed, (used - 1) & 1, half, ME)
+        dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(dq_ptr, dq * scale, dq_row, ME, 64)
-    tma.store_wait(0)
+        add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+    if HEAD_DIM == 64:
+        tma.store_wait(0)
 
 
 @gluon_jit(
     do_not_specialize=["queries", "keys", "kv_heads", "group", "instances", "section", "tiles", "query_tiles", "window"]
 )
 def hopper_backward_rolling_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_desc, dv_desc, table_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
-    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -268,7 +286,9 @@ def hopper_backward_rolling_kernel(
     v_s = ring(v_desc, 4)
     lse2_s = ring(lse2_desc, STAGES)
     delta_s = ring(delta_desc, STAGES)
-    out_s = ring(dk_desc, 4)
+    out_s = k_s  # unused at head_dim 128, where dk_out and dv_out are pointers instead of descriptors
+    if HEAD_DIM == 64:
+        out_s = ring(dk_out, 4)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
     plan = plan_ring()
@@ -282,16 +302,16 @@ def hopper_backward_rolling_kernel(
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan)
     barriers = (plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
-    outputs = (dq_ptr, dk_desc, dv_desc)
+    outputs = (dq_ptr, dk_out, dv_out)
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW)),
-            (_consume, (buffers, barriers, group, query_tiles, window, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW)),
+            (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
+            (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW)),
+                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M)),
         ],
         [4, 1],
         [240, 24],

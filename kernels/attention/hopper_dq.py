@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
-from fuselm.kernels.attention.hopper_common import gl, gluon_jit, thread_barrier
+from fuselm.kernels.attention.hopper_common import gl, gluon_jit, matrix, thread_barrier, warpgroup_mma
 from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
@@ -112,6 +112,26 @@ def pass_turn(turns_ptr, row, turn, active, ME: tl.constexpr, HEAD_DIM: tl.const
     """Lets tile number `turn` add to a consumer's half of a block of dQ: what was added before is there by then."""
     thread_barrier()
     gl.atomic_xchg(turns_ptr + _piece(row, ME, HEAD_DIM), turn, mask=active, sem="release")
+
+
+@gluon_jit
+def multiply_dq(
+    ds_s, k_s, pair, keys, half: tl.constexpr, ME: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Starts a consumer's half of dS·K, from the dS of both consumers in pair `pair` and the keys in pair `keys`."""
+    ds_0 = ds_s.index(2 * pair)
+    ds_1 = ds_s.index(2 * pair + 1)
+    k_0 = matrix(k_s.index(2 * keys))
+    k_1 = matrix(k_s.index(2 * keys + 1))
+    if HEAD_DIM == 128:  # a half of the columns each
+        k_0 = k_0.slice(64 * ME, 64, 1)
+        k_1 = k_1.slice(64 * ME, 64, 1)
+    if BLOCK_M == 128:  # a half of the queries each
+        ds_0 = ds_0.slice(64 * ME, 64, 1)
+        ds_1 = ds_1.slice(64 * ME, 64, 1)
+    no_half = gl.zeros([64, 64], gl.float32, half)
+    dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, no_half, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon_jit

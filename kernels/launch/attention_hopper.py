@@ -56,15 +56,15 @@ class HopperBackwardLaunch:
     """Launch of the main backward kernel (two consumers of 64 keys).
 
     Attributes:
-        block_m: queries a block.
+        block_m: queries a block: 8192 / head_dim, as dQ of a block is two tiles of 64 x 64, one a consumer.
         stages: query blocks in flight.
         section_bytes: queries and output gradients of the heads that are worked on together.
         lagged: whether dQ of a block is computed one block later, so that the two consumers, which need each other's dS
             for it, need not keep step.
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
             run.
-        rolling: whether a program goes from tile to tile without a pause (hopper_backward_rolling.py); head_dim 64,
-            lagged, not ordered.
+        rolling: whether a program goes from tile to tile without a pause (hopper_backward_rolling.py); lagged, not
+            ordered, two stages.
     """
 
     block_m: int
@@ -78,6 +78,16 @@ class HopperBackwardLaunch:
     def block_n(self) -> int:
         """Keys a tile."""
         return 2 * CONSUMER_ROWS
+
+    def refusal(self, head_dim: int) -> str | None:
+        """Why there is no kernel for this launch at `head_dim` (64 or 128), or None where there is one."""
+        if self.block_m != 8192 // head_dim:
+            return f"block_m={self.block_m}: expected {8192 // head_dim} at head_dim {head_dim}"
+        if self.rolling:
+            for name, wanted in (("stages", 2), ("lagged", True), ("ordered", False)):
+                if getattr(self, name) != wanted:
+                    return f"{name}={getattr(self, name)}: expected {wanted} of a rolling launch"
+        return None
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:

@@ -34,6 +34,20 @@ DEVICE = torch.device("cuda")
 GROUPS = ("forward", "backward")
 
 
+def forward_variants(head_dim: int) -> list[dict]:
+    """Launches of the forward kernel that a default may not be."""
+    consumers = [{"consumers": 2, "stages": 2}, {"consumers": 3, "stages": 2}][: 2 if head_dim == 64 else 1]
+    forms: list[dict] = [{"softmax": "tree"}, {"softmax": "lazy"}, {"softmax": "lazy", "polynomial": True}]
+    speculative: list[dict] = [{}, {"polynomial": True}, {"polynomial": True, "turns": False}]
+    if head_dim == 64:
+        speculative.append({"consumers": 3, "block_n": 64, "stages": 4})
+    return (
+        consumers
+        + [{**c, **form} for c in consumers for form in forms]
+        + [{**consumers[0], "softmax": "speculative", **option} for option in speculative]
+    )
+
+
 def cases(head_dim: int) -> list[dict]:
     """The cheap and simple first, so that a hang or a wrong tile shows where it is easiest to understand."""
     lengths = (64, 128, 1, 2, 63, 65, 127, 129, 191, 192, 193, 255, 257, 385, 1023, 1024, 1025)
@@ -89,39 +103,47 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (1025, 1025), "window": 400},
         {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
     ]
-    launches = [{"launch": {"lagged": False}, **shape} for shape in shapes]  # for the backward kernel
-    if head_dim == 64:
-        launches += [  # from tile to tile without a pause; also few blocks a tile, more tiles than programs
-            {"launch": {"rolling": True}, **shape}
-            for shape in (
-                *shapes,
-                {"lengths": (1, 1)},
-                {"lengths": (70, 300)},
-                {"lengths": (5, 2), "causal": False},
-                {"lengths": (130, 130), "heads": (16, 16), "batch": 20},
-                {"lengths": (300, 300), "heads": (16, 4), "batch": 20},
-                {"lengths": (640, 640), "heads": (12, 12), "batch": 9},
-                {"lengths": (300, 1100), "heads": (8, 8), "batch": 10},
-                {"lengths": (1025, 1025), "heads": (8, 8), "batch": 4, "window": 130},
-                {"lengths": (1025, 1025), "heads": (8, 4), "batch": 7, "causal": False},
-                {"lengths": (2100, 2100), "heads": (12, 4), "documents_q": borders, "documents_k": borders},
-                {
-                    "lengths": (1225, 1125),
-                    "heads": (32, 32),
-                    "documents_q": (0, 5, 5, 900, 901),
-                    "documents_k": borders[:5],
-                },
-            )
-        ]
-    forward_launches = [  # the other number of consumers, also with more tiles than programs
-        {"lengths": pair, "launch": {"consumers": consumers, "stages": stages}, **option}
-        for consumers, stages in ((2, 2), (3, 2))
-        if head_dim == 64 or consumers == 2
+    launches = [{"launch": {"lagged": False, "rolling": False}, **shape} for shape in shapes]  # backward only
+    rolling = [  # from tile to tile without a pause; also few blocks a tile, more tiles than programs
+        *shapes,
+        {"lengths": (1, 1)},
+        {"lengths": (70, 300)},
+        {"lengths": (5, 2), "causal": False},
+        {"lengths": (130, 130), "heads": (16, 16), "batch": 20},
+        {"lengths": (300, 300), "heads": (16, 4), "batch": 20},
+        {"lengths": (640, 640), "heads": (12, 12), "batch": 9},
+        {"lengths": (300, 1100), "heads": (8, 8), "batch": 10},
+        {"lengths": (1100, 300), "heads": (16, 2), "batch": 20},
+        {"lengths": (1025, 1025), "heads": (8, 8), "batch": 4, "window": 130},
+        {"lengths": (1025, 1025), "heads": (8, 4), "batch": 7, "causal": False},
+        {"lengths": (2100, 2100), "heads": (12, 4), "documents_q": borders, "documents_k": borders},
+        {
+            "lengths": (1225, 1125),
+            "heads": (32, 32),
+            "documents_q": (0, 5, 5, 900, 901),
+            "documents_k": borders[:5],
+        },
+        # tiles of keys that no query sees, between others, more than programs
+        {"lengths": (70, 1100), "heads": (16, 16), "batch": 10, "window": 33},
+    ]
+    one_group = [  # of heads at a time
+        {"launch": {"rolling": True, "section_bytes": 1}, **case} for case in rolling if "heads" in case
+    ]
+    if head_dim == 128:  # where no launch is rolling by itself
+        rolling += plain + full + uneven + heads + many + window + documents + extreme
+        rolling += [{**case, "dtype": "float16"} for case in shapes]
+    launches += [{"launch": {"rolling": True}, **case} for case in rolling] + one_group
+    forward_launches = [  # other numbers of consumers, forms of the softmax; also with more tiles than programs
+        {"lengths": pair, "launch": launch, **option}
+        for launch in forward_variants(head_dim)
         for pair, option in (
             ((300, 300), {}),
             ((1025, 1025), {"window": 400}),
+            ((1025, 1025), {"causal": False, "factor": 30.0}),
+            ((1025, 1025), {"ramp": 40.0}),
             ((2100, 2100), {"dtype": "float16"}),
             ((2100, 2100), {"batch": 5}),
+            ((300, 1225), {"documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)}),
         )
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
@@ -172,6 +194,8 @@ def poisoned_views(case: dict, dtype: torch.dtype, generator: torch.Generator) -
     v = buffer.narrow(-3, 1, keys).narrow(-2, 1 + heads + kv_heads, kv_heads)
     for x, factor in ((q, case.get("factor", 1.0)), (k, 1.0), (v, 1.0)):
         x.copy_(torch.randn(x.shape, generator=generator, device=DEVICE) * factor)
+    # The kernel meets the last keys first: maxima that grow with every block.
+    k.mul_(torch.linspace(case.get("ramp", 1.0), 1.0, keys, device=DEVICE).view(-1, 1, 1).to(dtype))
     return {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
 
 

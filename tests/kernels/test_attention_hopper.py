@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuselm.kernels._triton import KNOWN_PROFILES
+from fuselm.kernels.attention import hopper_backward
 from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
 from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
-from fuselm.kernels.launch.attention_hopper import heads_a_section
+from fuselm.kernels.launch.attention_hopper import HopperBackwardLaunch, heads_a_section, hopper_backward_launch
 
 position_at, tile_and_head, key_blocks, split_blocks, query_blocks = map(
     common.python_function,
@@ -265,12 +268,12 @@ def test_choices_compile():
         from fuselm.kernels.aot import compile_only
         from fuselm.kernels.attention import hopper_backward, hopper_forward
         sys.path.insert(0, "benchmarks")
-        from tuning.attention import forward_candidates, ordered_candidates
+        from tuning.attention import backward_candidates, forward_candidates, ordered_candidates
         report = []
         for head_dim in (64, 128):
             q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
             kv, lse2 = q[:, :, :2], torch.empty((2, 4, 300))
-            for launch in ordered_candidates(head_dim):
+            for launch in (*ordered_candidates(head_dim), *backward_candidates(1024, head_dim)[: head_dim // 128]):
                 hopper_backward.hopper_backward_launch = lambda *_: launch
                 with compile_only(90) as compiled:
                     hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
@@ -284,10 +287,34 @@ def test_choices_compile():
         print(json.dumps(report))
     """)
     kernels = [row for row in report if "hopper" in row[0]]
-    assert len(kernels) == 12
+    assert len(kernels) == 13
     for name, launch, spills, warnings, shared in kernels:
-        limit = 320 if "backward" in name else 0
+        limit = 320 if "_hopper_backward" in name else 0  # the rolling kernel at head_dim 128 has none
         assert not warnings and shared <= 227 * 1024 and spills <= limit, (launch, spills, warnings, shared)
+
+
+def test_launches_without_a_kernel(device, monkeypatch):
+    """A launch that no kernel fits is refused before anything runs, by the name of what does not fit."""
+    launches = {
+        64: (HopperBackwardLaunch(128, 2, 0, rolling=True), HopperBackwardLaunch(64, 2, 0)),
+        128: (HopperBackwardLaunch(64, 2, 0, rolling=True), HopperBackwardLaunch(128, 2, 0, rolling=True)),
+    }
+    for head_dim, (right, wrong) in launches.items():
+        assert right.refusal(head_dim) is None
+        reason = f"block_m={wrong.block_m}: expected {right.block_m} at head_dim {head_dim}"
+        assert wrong.refusal(head_dim) == reason
+        for name, value in (("stages", 3), ("lagged", False), ("ordered", True)):
+            launch = dataclasses.replace(right, **{name: value})
+            assert str(launch.refusal(head_dim)).startswith(f"{name}={value}: expected ")
+            assert dataclasses.replace(launch, rolling=False).refusal(head_dim) is None
+        profile = KNOWN_PROFILES[90]
+        for keys, deterministic in itertools.product((1, 1024, 100_000), (False, True)):
+            assert hopper_backward_launch(head_dim, keys, profile, deterministic).refusal(head_dim) is None
+    q, lse2 = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16, device=device), torch.zeros(1, 1, 8, device=device)
+    monkeypatch.setattr(hopper_backward, "hopper_backward_launch", lambda *_: launches[128][1])
+    monkeypatch.setattr(hopper_backward, "device_profile", lambda _: KNOWN_PROFILES[90])
+    with pytest.raises(ValueError, match="block_m=128"):
+        hopper_backward.hopper_backward(q, None, q, q, q, q, lse2, None, None, True, 1.0, 0, 0.0)
 
 
 WORKER = Path(__file__).parent / "attention_hopper_worker.py"

@@ -14,6 +14,7 @@ import pytest
 
 from fuselm.kernels.attention import hopper_backward_rolling as rolling
 from fuselm.kernels.attention import hopper_common as common
+from fuselm.kernels.attention import hopper_dq
 from fuselm.kernels.attention.hopper_common import python_function
 
 
@@ -40,6 +41,26 @@ class _Dq(_Value):
         return self
 
     __mul__ = _same
+
+
+class _Rows(_Value):
+    """Numbers of rows from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __radd__(self, number: int) -> _Rows:
+        return _Rows(number + self.first)
+
+
+class _Pointer:
+    """`at` elements into a tensor that a consumer stores to."""
+
+    def __init__(self, name: str, at: int = 0) -> None:
+        self.name, self.at = name, at
+
+    def __add__(self, elements: int) -> _Pointer:
+        return _Pointer(self.name, self.at + elements)
 
 
 class _Barrier:
@@ -90,6 +111,8 @@ class _Buffer:
 
 
 class _Ring:
+    dtype = None
+
     def __init__(self, items: list[Any]) -> None:
         self.items = items
 
@@ -132,7 +155,16 @@ class Machine:
     Every tile of keys counts as (head, first key), every block of queries as its row in the padded arrays.
     """
 
-    def __init__(self, seed: int, lengths: tuple[int, int], heads: int, group: int, produce: Any = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        lengths: tuple[int, int],
+        heads: int,
+        group: int,
+        head_dim: int,
+        window: int = 0,
+        produce: Any = None,
+    ) -> None:
         self.random, self.stopped, self.done = random.Random(seed), False, threading.Semaphore(0)
         self.threads: list[_Thread] = []
         self.copies: list[tuple[_Buffer, _Barrier, int]] = []
@@ -140,8 +172,9 @@ class Machine:
         self.added: list[tuple[int, Any, Any]] = []  # consumer, keys, row of dQ
         self.stored: list[tuple[str, int, int]] = []
         queries, keys = lengths
-        self.tiles, self.query_tiles = -(-keys // 128), -(-queries // 128)
-        problem = (queries, keys, heads, group, heads, 2, self.tiles, self.query_tiles, 0)
+        self.heads, self.head_dim, self.block_m = heads, head_dim, 8192 // head_dim
+        self.tiles, self.query_tiles = -(-keys // 128), -(-queries // self.block_m)
+        problem = (queries, keys, heads, group, heads, 2, self.tiles, self.query_tiles, window)
 
         def ring(count: int) -> _Ring:
             return _Ring([_Buffer(self) for _ in range(count)])
@@ -154,11 +187,12 @@ class Machine:
         self.ds: _Ring = buffers[6]
         shared = tuple(barriers(*x) for x in ((2, 1), (2, 2), (4, 1), (2, 1), (2, 2), (2, 1), (2, 2)))
         self.scope = {**vars(rolling), **self._stubs()}
-        names = ("_multiply_dq", "_produce", "_consume")
-        self.scope |= {name: self._python(getattr(rolling, name)) for name in names}
+        self.scope["multiply_dq"] = self._python(hopper_dq.multiply_dq)
+        self.scope |= {name: self._python(getattr(rolling, name)) for name in ("_not_before", "_produce", "_consume")}
         descs = [SimpleNamespace(name=n, dtype=None, block_type=SimpleNamespace(nbytes=1)) for n in "qkvolmKV"]
         q, k, v, do, lse2, delta, dk, dv = descs
-        masks = {"PACKED": False, "CAUSAL": True, "WINDOW": False}
+        outputs = (0, dk, dv) if head_dim == 64 else (0, _Pointer(dk.name), _Pointer(dv.name))
+        masks = {"PACKED": False, "CAUSAL": True, "WINDOW": window > 0, "BLOCK_M": self.block_m}
         produce = self.scope["_produce"] if produce is None else self._python(produce)
         consume = self.scope["_consume"]
         self.threads.append(
@@ -169,7 +203,7 @@ class Machine:
                 _Thread(
                     self,
                     lambda me=me: consume(
-                        buffers, shared, group, self.query_tiles, 0, (0, dk, dv), 1.0, 1.0, ME=me, **masks
+                        buffers, shared, problem, outputs, 1.0, 1.0, ME=me, HEAD_DIM=head_dim, **masks
                     ),
                 )
             )
@@ -189,16 +223,20 @@ class Machine:
             where=lambda condition, a, b: value if isinstance(condition, _Value) else a if condition else b,
             atomic_add=self.ticket,
             exp2=lambda _x: value,
-            **dict.fromkeys(("zeros", "arange", "convert_layout", "inline_asm_elementwise", "full"), value),
+            arange=lambda *_: _Rows(0),
+            cast=lambda number, _dtype: number,
+            # What decides something goes through inline assembly unchanged.
+            inline_asm_elementwise=lambda _asm, _constraints, args, **_: args[0] if isinstance(args[0], int) else value,
+            **dict.fromkeys(("zeros", "convert_layout", "full"), value),
             **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), value),
-            float32=None,
+            **dict.fromkeys(("float32", "int32", "int64")),
         )
         plain = ("tile_and_head", "query_blocks", "place_of")
         return {name: python_function(getattr(common, name)) for name in plain} | {
             "gl": gl,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=lambda _n: None),
-            "tma_load": lambda desc, place, barrier, buffer: self.copy(buffer, barrier, (desc.name, place[0]), 4 * 128),
+            "tma_load": lambda desc, place, barrier, buffer: self.copy(buffer, barrier, (desc.name, place[0]), 0),
             "load_rows": self.load_rows,
             "store_rows": self.store_rows,
             "note": self.note,
@@ -208,7 +246,7 @@ class Machine:
             "warpgroup_mma_wait": self.wait_products,
             "fence_async_shared": lambda: None,
             "add_dq": self.add_dq,
-            "BLOCK_M": 128,
+            "_store_registers": self.store_registers,
             "STAGES": 2,
         }
 
@@ -258,6 +296,13 @@ class Machine:
                    _packed: bool) -> None:  # fmt: skip
         self.stored.append((desc.name, head, row))
 
+    def store_registers(self, pointer: _Pointer, _value: Any, row: _Rows, _rows: int, stride: int, _: Any) -> None:
+        """Tells batch, head and row of a (batch, rows, heads, head_dim) tensor from the address."""
+        heads_so_far, rest = divmod(pointer.at + row.first * stride, self.head_dim)
+        assert rest == 0 and stride == self.heads * self.head_dim
+        row_at, head = divmod(heads_so_far, self.heads)
+        self.stored.append((pointer.name, head, row_at))
+
     def note(self, plan: list[_Buffer], slot: int, index: int, value: int) -> None:
         plan[16 * slot + index].fill(value)
         self.me().known |= {plan[16 * slot + index].write}
@@ -292,7 +337,7 @@ class Machine:
             assert ds[0] == keys, f"dS of keys {ds[0]} is multiplied by keys {keys}"
         _, batch, head, first = ds_0[1]
         assert ds_0[1] == ds_1[1]
-        assert row == (batch + head) * self.query_tiles * 128 + first, "dQ goes to another block"
+        assert row == (batch + head) * self.query_tiles * self.block_m + first, "dQ goes to another block"
         self.added.append((me, keys_0, row))
 
     def ticket(self, _pointer: Any, _one: int, sem: str) -> int:
@@ -327,22 +372,36 @@ class Machine:
                 thread.join(10)
 
 
-SHAPES = [((128, 128), 5, 1), ((1024, 1024), 2, 1), ((300, 300), 3, 2), ((128, 500), 3, 1), ((500, 130), 3, 2)]
+SHAPES = [  # with the window, most tiles of keys have no queries
+    ((128, 128), 5, 1, 0),
+    ((64, 64), 5, 1, 0),
+    ((1024, 1024), 2, 1, 0),
+    ((300, 300), 3, 2, 0),
+    ((128, 500), 3, 1, 0),
+    ((500, 130), 3, 2, 0),
+    ((70, 500), 3, 2, 33),
+]
 
 
-@pytest.mark.parametrize(("lengths", "heads", "group"), SHAPES)
-def test_protocol(lengths, heads, group):
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths", "heads", "group", "window"), SHAPES)
+def test_protocol(lengths, heads, group, window, head_dim):
     """dQ of every pair of blocks is added once by each consumer, from the right keys; dK and dV are stored once."""
     for seed in range(4):
-        machine = Machine(seed, lengths, heads, group)
+        machine = Machine(seed, lengths, heads, group, head_dim, window)
         machine.run()
         wanted = []
         for tile in range(machine.tiles):
             begin, _, _, count = python_function(common.query_blocks)(
-                tile * 128, lengths[1], lengths[0], 0, CAUSAL=True, WINDOW=False, ROWS=128, BLOCK_M=128
-            )
+                tile * 128, lengths[1], lengths[0], window,
+                CAUSAL=True, WINDOW=window > 0, ROWS=128, BLOCK_M=machine.block_m,
+            )  # fmt: skip
             wanted += [
-                (me, ("k", 0, kv_head, tile * 128), ((kv_head * group + member) * machine.query_tiles + block) * 128)
+                (
+                    me,
+                    ("k", 0, kv_head, tile * 128),
+                    ((kv_head * group + member) * machine.query_tiles + block) * machine.block_m,
+                )
                 for kv_head in range(heads)
                 for member in range(group)
                 for block in range(begin, begin + count)
@@ -369,4 +428,4 @@ def test_model_misses_a_wait(change):
     with pytest.raises(AssertionError):
         for seed in range(30):
             for length in (128, 640):
-                Machine(seed, (length, length), 5, 1, produce=source.replace(*change)).run()
+                Machine(seed, (length, length), 5, 1, 64, produce=source.replace(*change)).run()
