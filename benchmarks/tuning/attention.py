@@ -14,11 +14,17 @@ import torch
 from rows import document_lengths
 from tuning.base import Target
 
+from fuselm.kernels._triton import KNOWN_PROFILES
 from fuselm.kernels.attention.hopper_backward import hopper_backward
 from fuselm.kernels.attention.hopper_forward import hopper_forward
 from fuselm.kernels.attention.portable import portable_backward, portable_forward
 from fuselm.kernels.launch.attention import TileLaunch
-from fuselm.kernels.launch.attention_hopper import MIB, HopperBackwardLaunch, HopperForwardLaunch
+from fuselm.kernels.launch.attention_hopper import (
+    MIB,
+    HopperBackwardLaunch,
+    HopperForwardLaunch,
+    hopper_forward_launch,
+)
 
 # batch, length, heads, kv_heads, head_dim
 ROWS = (
@@ -81,14 +87,18 @@ def _backward(
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """consumers, stages, section in MiB."""
-    if head_dim == 128:
-        choices = [(2, 2, 24), (2, 2, 16), (2, 2, 12), (2, 2, 32)]
-    elif length > 2048:
-        choices = [(3, 2, 24), (3, 2, 16), (2, 3, 32), (3, 2, 48)]
-    else:
-        choices = [(2, 3, 20), (2, 3, 16), (2, 2, 24), (3, 2, 24)]
-    return tuple(HopperForwardLaunch(consumers, 128, stages, section * MIB) for consumers, stages, section in choices)
+    """Forms of the softmax, the likeliest first: with two consumers and, at head_dim 64, with three."""
+    section = hopper_forward_launch(head_dim, length, KNOWN_PROFILES[90]).section_bytes
+    two = functools.partial(HopperForwardLaunch, 2, 128, 3 if head_dim == 64 else 2, section)
+    launches = [two("speculative"), two("speculative", True), two("lazy"), two("tree")]
+    launches += [two("speculative", polynomial, False) for polynomial in (True, False)]
+    launches += [two("lazy", True), two("fold")]
+    if head_dim == 64:
+        wide = functools.partial(HopperForwardLaunch, 3, 128, 2, section)
+        narrow = functools.partial(HopperForwardLaunch, 3, 64, 4, section)
+        launches[2:2] = [wide("lazy"), narrow("speculative"), narrow("speculative", True), wide("lazy", True)]
+        launches += [narrow("speculative", True, False), wide("tree"), wide("fold")]
+    return tuple(launches)
 
 
 def backward_candidates(length: int, head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

@@ -12,6 +12,8 @@ Formulas, outputs and units as in portable.py.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from fuselm.kernels._triton import device_profile, tl
@@ -40,7 +42,19 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forward_launch
+from fuselm.kernels.attention.hopper_softmax import (
+    declare_surpassed,
+    fold,
+    margin_of,
+    mask_scores,
+    offset_of,
+    pin,
+    probabilities,
+    raise_maximum,
+    surpassed,
+    thread_maxima,
+)
+from fuselm.kernels.launch.attention_hopper import Softmax, heads_a_section, hopper_forward_launch
 
 
 @gluon_jit
@@ -116,35 +130,6 @@ def _produce(
 
 
 @gluon_jit
-def _softmax_step(
-    s, row_max, row_sum, key, low, high, score_scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr, scores: tl.constexpr,
-):  # fmt: skip
-    """Masks the scores of block `key` and folds them into the running maximum and sum: (P, maximum, sum, decay).
-
-    The sum has a column for each of the four threads that share a row: they add up after the last block.
-    """
-    if MASKED:
-        # A thread's columns are 8·i + {0, 1} plus one of 0, 2, 4, 6: with that part on the other side, the columns are
-        # constants in the instructions instead of registers that live through the loop.
-        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
-        s = gl.where((column & -7) < (high - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
-        if WINDOW:
-            s = gl.where((column & -7) > (low - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
-    # The scale is positive: the maximum is taken before it, and scaling and subtracting are one instruction.
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    # A row that has seen no key yet: -inf minus -inf would be NaN.
-    offset = gl.where(new_max == float("-inf"), 0.0, new_max) * score_scale
-    decay = gl.exp2(row_max * score_scale - offset)
-    p = gl.exp2(s * score_scale - offset[:, None])
-    sums = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
-    threads: tl.constexpr = sums.type.layout
-    if not FIRST:
-        sums += row_sum * gl.convert_layout(decay, gl.SliceLayout(1, threads), assert_trivial=True)[:, None]
-    return p, new_max, sums, decay
-
-
-@gluon_jit
 def _packed(p, dtype: tl.constexpr):
     """P as it goes into the next pass of the loop: two of them in an int32. In fp32 three consumers have no registers
     for it; in 16 bits each it would be taken apart and put together again on the way (64 of 493 instructions)."""
@@ -172,36 +157,66 @@ def _left(p, dtype: tl.constexpr, left: tl.constexpr):
 @gluon_jit
 def _step(
     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
-    high, score_scale,
+    high, score_scale, margin,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
+    scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
     before_phase = done // STAGES & 1
     slot = (done + 1) % STAGES
     mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
-    mbarrier.wait(turns.index(ME), turn & 1)
+    if TURNS:
+        mbarrier.wait(turns.index(ME), turn & 1)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     p_left = _left(p, v_s.dtype, left)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
-    mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
+    if TURNS:
+        mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    p, row_max, row_sum, decay = _softmax_step(
-        s, row_max, row_sum, key, low, high, score_scale, MASKED, WINDOW, False, BLOCK_N, scores
-    )
+    s = mask_scores(s, key, low, high, MASKED, WINDOW, BLOCK_N, scores)
     # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
-    # does not move it ahead of a store to shared memory, and this one needs the rows' maxima.
-    hold.store(row_max)
+    # does not move it ahead of a store to shared memory, `hold` or what `pin` writes, and that needs the rows' maxima.
     # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
     # written sooner (Triton up to 3.6 does not see that by itself).
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(v_empty.index(before), count=1)
-    p = _packed(p, v_s.dtype)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
+    if SOFTMAX < 2:
+        p, row_max, row_sum, decay = fold(s, row_max, row_sum, score_scale, False, SOFTMAX == 1, BLOCK_N, scores)
+        if SOFTMAX == 0:
+            hold.store(row_max)
+        else:
+            row_max = pin(row_max)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        p = _packed(p, v_s.dtype)
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
+    elif SOFTMAX == 2:
+        offset = offset_of(row_max, score_scale)
+        maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
+        maxima = pin(maxima)
+        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        if above:
+            acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
+        p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
+        p = _packed(p, v_s.dtype)
+        row_sum += sums
+    else:
+        offset = offset_of(row_max, score_scale)
+        p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
+        maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
+        sums = pin(sums)
+        p = _packed(p, v_s.dtype)
+        acc, s, p = warpgroup_mma_wait(0, deps=(acc, s, p))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        if above:
+            acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
+            again, sums = probabilities(s, offset, score_scale, MASKED, False, BLOCK_N)
+            p = _packed(again, v_s.dtype)
+        row_sum += sums
     return acc, p, row_max, row_sum, done + 1, turn + 1
 
 
@@ -209,7 +224,8 @@ def _step(
 def _consume(
     buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr,
+    POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, o_s, hold_s, plan = buffers
     plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -223,6 +239,9 @@ def _consume(
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     done = gl.program_id(0) * 0
     turn = gl.program_id(0) * 0
+    margin = 0.0
+    if SOFTMAX > 1:
+        margin = margin_of(score_scale)
     step = gl.program_id(0) * 0
     mbarrier.wait(plan_full.index(0), 0)
     count = noted(plan, 0, 0)
@@ -250,29 +269,28 @@ def _consume(
         s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
-        p, row_max, row_sum, _decay = _softmax_step(
-            s, row_max, row_sum, last, low, high, score_scale, True, WINDOW, True, BLOCK_N, scores
-        )
+        s = mask_scores(s, last, low, high, True, WINDOW, BLOCK_N, scores)
+        p, row_max, row_sum, _decay = fold(s, row_max, row_sum, score_scale, True, SOFTMAX > 0, BLOCK_N, scores)
         p = _packed(p, dtype)
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                    turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
+                    turn, last - i, low, high, score_scale, margin,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                turn, last - i, low, high, score_scale,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
+                turn, last - i, low, high, score_scale, margin,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                    turn, last - i, low, high, score_scale,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, scores, output, left,
+                    turn, last - i, low, high, score_scale, margin,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(ME), count=1)
         slot = done % STAGES
@@ -311,8 +329,11 @@ def _hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
+    PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
+    if SOFTMAX > 1:
+        declare_surpassed()
     q_s = ring(q_desc, CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
@@ -337,9 +358,11 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
+                            SOFTMAX, POLYNOMIAL, TURNS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
+                            SOFTMAX, POLYNOMIAL, TURNS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -350,11 +373,14 @@ def _hopper_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
+                            0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
+                            SOFTMAX, POLYNOMIAL, TURNS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
+                            1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
+                            SOFTMAX, POLYNOMIAL, TURNS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
-                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES)),
+                            2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
+                            SOFTMAX, POLYNOMIAL, TURNS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
                             PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
             ],
@@ -416,6 +442,9 @@ def hopper_forward(
             BLOCK_N=launch.block_n,
             HEAD_DIM=head_dim,
             STAGES=launch.stages,
+            SOFTMAX=get_args(Softmax).index(launch.softmax),
+            POLYNOMIAL=launch.polynomial,
+            TURNS=launch.turns,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
             num_warps=4,

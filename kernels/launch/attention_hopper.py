@@ -7,11 +7,19 @@ counted as a whole warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
 MIB = 2**20
+Softmax = Literal["fold", "tree", "lazy", "speculative"]
+"""How a block of scores becomes P: numbered in this order in the kernel.
+
+fold: the running maximum is updated first. tree: so too, the maxima by four short chains instead of one long one.
+lazy: by a maximum that is left behind (hopper_softmax.py). speculative: so too, and P is computed beside the block's
+maxima, and once more where a score turns out to be above the limit.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,12 +31,18 @@ class HopperForwardLaunch:
         block_n: keys a block.
         stages: key and value blocks in flight.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
+        softmax: how a block of scores becomes P.
+        polynomial: with "lazy" and "speculative", a quarter of the exponentials by arithmetic.
+        turns: whether the consumers take turns at issuing products.
     """
 
     consumers: int
     block_n: int
     stages: int
     section_bytes: int
+    softmax: Softmax = "fold"
+    polynomial: bool = False
+    turns: bool = True
 
     @property
     def block_m(self) -> int:

@@ -278,8 +278,9 @@ def test_choices_compile():
                 with compile_only(90) as compiled:
                     hopper_backward.hopper_backward(q, None, q, kv, kv, q, lse2, None, None, True, 0.1, 0, 0.0)
                 report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
-            for length in (1024, 4096):
-                launch = forward_candidates(length, head_dim)[0]
+            launches = forward_candidates(1024, head_dim)
+            forms = {(x.softmax, x.consumers, x.block_n): x for x in launches if x.polynomial}
+            for launch in list(forms.values())[: 3 if head_dim == 64 else 1]:
                 hopper_forward.hopper_forward_launch = lambda *_: launch
                 with compile_only(90) as compiled:
                     hopper_forward.hopper_forward(q, kv, kv, None, None, True, 0.1, 0, 0.0)
@@ -289,7 +290,8 @@ def test_choices_compile():
     kernels = [row for row in report if "hopper" in row[0]]
     assert len(kernels) == 13
     for name, launch, spills, warnings, shared in kernels:
-        limit = 320 if "_hopper_backward" in name else 0  # the rolling kernel at head_dim 128 has none
+        # The rolling kernel at head_dim 128 has none, the forward one there some outside its loops.
+        limit = 320 if "_hopper_backward" in name else 64 if "forward" in name else 0
         assert not warnings and shared <= 227 * 1024 and spills <= limit, (launch, spills, warnings, shared)
 
 

@@ -1,0 +1,200 @@
+"""Softmax of the Hopper forward kernel, one block of keys at a time.
+
+`fold` follows every block's maximum (FlashAttention-2, arXiv:2307.08691). The others go by a maximum that is left
+behind: what is subtracted from the scores need not be a row's maximum, only near enough for 2 to the power of the rest
+to stay small (FlashAttention-4 rescales by such a rule on Blackwell). As long as no score of a warp's 16 rows is more
+than 2^8 times what was subtracted last, nothing that was summed up is touched: neither the sums, nor the output, and
+P need not wait for the rows' maxima. P up to 256 loses nothing in 16 bits, whose precision is relative.
+"""
+
+from __future__ import annotations
+
+from fuselm.kernels._triton import tl
+from fuselm.kernels.attention.hopper_common import gl, gluon_jit
+
+
+@gluon_jit
+def mask_scores(
+    s, key, low, high, MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, scores: tl.constexpr
+):
+    """Scores of block `key`, -inf for keys that are not in [low, high) of their row; [64, BLOCK_N]."""
+    if MASKED:
+        # A thread's columns are 8·i + {0, 1} plus one of 0, 2, 4, 6: with that part on the other side, the columns are
+        # constants in the instructions instead of registers that live through the loop.
+        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))[None, :]
+        s = gl.where((column & -7) < (high - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
+        if WINDOW:
+            s = gl.where((column & -7) > (low - key * BLOCK_N)[:, None] - (column & 6), s, float("-inf"))
+    return s
+
+
+@gluon_jit
+def thread_maxima(s, BLOCK_N: tl.constexpr):
+    """[64, 4]: the maxima of the four threads that share a row."""
+    return gl.max(gl.max(gl.max(s.reshape([64, 4, BLOCK_N // 32, 4, 2]), 4), 2), 1)
+
+
+@gluon_jit
+def _thread_sums(p, BLOCK_N: tl.constexpr):
+    """[64, 4]: the sums of the four threads that share a row, which add up after the last block."""
+    return gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon_jit
+def _raised(row_max, maxima, score_scale, scores: tl.constexpr):
+    """(maximum with this block's, what is subtracted from scaled scores, decay of what was summed up before)."""
+    here = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, scores), assert_trivial=True)
+    new_max = gl.maximum(row_max, here)
+    offset = offset_of(new_max, score_scale)
+    return new_max, offset, gl.exp2(row_max * score_scale - offset)
+
+
+@gluon_jit
+def offset_of(row_max, score_scale):
+    # A row that has seen no key yet: -inf minus -inf would be NaN.
+    return gl.where(row_max == float("-inf"), 0.0, row_max) * score_scale
+
+
+@gluon_jit
+def _by_row(x, beside):
+    """[64] of the rows -> [64, 1] beside a tensor whose rows lie in the same threads."""
+    layout: tl.constexpr = beside.type.layout
+    return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+
+
+@gluon_jit
+def fold(s, row_max, row_sum, score_scale, FIRST: tl.constexpr, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
+         scores: tl.constexpr):  # fmt: skip
+    """Folds the masked scores of a block into the running maximum and sum: (P, maximum, sum, decay)."""
+    # The scale is positive: the maximum is taken before it, and scaling and subtracting are one instruction.
+    if TREE:
+        new_max, offset, decay = _raised(row_max, thread_maxima(s, BLOCK_N), score_scale, scores)
+    else:
+        new_max = gl.maximum(row_max, gl.max(s, 1))
+        offset = offset_of(new_max, score_scale)
+        decay = gl.exp2(row_max * score_scale - offset)
+    p = gl.exp2(s * score_scale - offset[:, None])
+    sums = _thread_sums(p, BLOCK_N)
+    if not FIRST:
+        sums += row_sum * _by_row(decay, sums)
+    return p, new_max, sums, decay
+
+
+@gluon_jit
+def pin(x):
+    """x; what it depends on stays ahead of the next wait for a product: see `_step` in hopper_forward.py. A store that
+    never runs, for no number is above +inf."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred never;
+            .reg .b32 bits;
+            setp.gt.f32 never, $1, 0f7F800000;
+            mov.b32 bits, $1;
+            @never st.shared.b32 [bits], bits;
+            mov.b32 $0, bits;
+        }
+        """,
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon_jit
+def declare_surpassed():
+    """The predicate of `surpassed`, once a kernel, ahead of where it specializes its warps."""
+    gl.inline_asm_elementwise(
+        ".reg .pred surpassed; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon_jit
+def margin_of(score_scale):
+    """How far scores may be above the maximum that was left behind: a factor of 2^8 after scaling."""
+    return gl.minimum(8.0 / score_scale, 1e30)  # finite: -inf, where a row has seen no key, must stay the limit
+
+
+@gluon_jit
+def surpassed(maxima, row_max, margin):
+    """([64, 4] maxima, whether one in this warp is above its row's limit).
+
+    All threads of a warp get the same answer, of other warps maybe another: what depends on it must not wait for them.
+    Triton has no such number, so that it passes from one instruction to the next in a register of ours.
+    """
+    layout: tl.constexpr = maxima.type.layout
+    limit = gl.zeros(maxima.shape, gl.float32, layout) + _by_row(row_max + margin, maxima)
+    maxima = gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred one, any;
+            setp.gt.f32 one, $2, $4;
+            setp.gt.or.f32 any, $3, $5, one;
+            vote.sync.any.pred surpassed, any, 0xffffffff;
+            mov.b32 $0, $2;
+            mov.b32 $1, $3;
+        }
+        """,
+        "=f,=f,f,f,f,f",
+        [maxima, limit],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+    answer = gl.inline_asm_elementwise(
+        "selp.b32 $0, 1, 0, surpassed;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return maxima, answer != 0
+
+
+@gluon_jit
+def raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores: tl.constexpr):
+    """Brings what was summed up to this block's maxima: (output, maximum, sum, what is subtracted now)."""
+    row_max, offset, decay = _raised(row_max, maxima, score_scale, scores)
+    return acc * _by_row(decay, acc), row_max, row_sum * _by_row(decay, row_sum), offset
+
+
+@gluon_jit
+def probabilities(s, offset, score_scale, MASKED: tl.constexpr, POLYNOMIAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(P, its sums by thread); with POLYNOMIAL one of four by arithmetic, as the unit for 2^x has no more to give.
+
+    2^x = 2^n · 2^f, with n the integer nearest to x: adding 1.5·2^23 leaves n in the low bits. 2^f is a polynomial with
+    relative errors up to 2.6e-6, fitted on [-1/2, 1/2]. NaN stays NaN; x below -126 gives 2^-126 instead of 0, for
+    which reason masked scores are left to the unit.
+    """
+    x = s * score_scale - offset[:, None]
+    if POLYNOMIAL and not MASKED:
+        p = gl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 x, r, n, f, p, e;
+                .reg .b32 bits;
+                ex2.approx.ftz.f32 $0, $4;
+                ex2.approx.ftz.f32 $1, $5;
+                ex2.approx.ftz.f32 $2, $6;
+                max.NaN.f32 x, $7, 0fC2FC0000;
+                add.rn.f32 r, x, 0f4B400000;
+                sub.rn.f32 n, r, 0f4B400000;
+                sub.rn.f32 f, x, n;
+                fma.rn.f32 p, f, 0f3C1CCBEB, 0f3D650A20;
+                fma.rn.f32 p, p, f, 0f3E76036D;
+                fma.rn.f32 p, p, f, 0f3F31706E;
+                fma.rn.f32 p, p, f, 0f3F7FFFF4;
+                mov.b32 bits, r;
+                shl.b32 bits, bits, 23;
+                add.u32 bits, bits, 0x3F800000;
+                mov.b32 e, bits;
+                mul.rn.f32 $3, p, e;
+            }
+            """,
+            "=f,=f,=f,=f,f,f,f,f",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        p = gl.exp2(x)
+    return p, _thread_sums(p, BLOCK_N)

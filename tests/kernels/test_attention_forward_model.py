@@ -1,0 +1,387 @@
+"""What a consumer of hopper_forward.py computes: its own code, run as Python on torch tensors, its PTX on a small
+interpreter. Barriers are modelled as far as they say which block lies in which slot. No GPU runs here, and Triton's
+interpreter does not run Gluon."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+import textwrap
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from fuselm.kernels.attention import hopper_common as common
+from fuselm.kernels.attention import hopper_forward, hopper_softmax
+from fuselm.kernels.attention.hopper_common import python_function
+from fuselm.kernels.launch.attention_hopper import Softmax
+
+FORMS = get_args(Softmax)
+LOG2E = common.LOG2E
+
+
+class _Tensor(torch.Tensor):
+    """A tensor that has Gluon's `type.layout`."""
+
+    type: Any = SimpleNamespace(layout=None)
+
+    def store(self, value: torch.Tensor) -> None:
+        self.copy_(value)
+
+
+def _tensor(x: torch.Tensor) -> _Tensor:
+    return x.as_subclass(_Tensor)
+
+
+# --- PTX ---------------------------------------------------------------------------------------------------------
+
+
+def _number(word: str, registers: dict[str, Any]) -> Any:
+    if word.startswith("0f"):
+        return np.array([int(word[2:], 16)], np.uint32).view(np.float32)
+    if word[0].isdigit():
+        return np.array([int(word, 0)], np.uint32)
+    return registers[word]
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def _run_line(line: str, registers: dict[str, Any]) -> None:
+    guarded = re.match(r"@(\w+) (.*)", line)
+    if guarded:
+        assert not registers[guarded[1]].any(), f"{line}: it is never to run"
+        return
+    name, *words = re.split(r"[ ,]+", line)
+    target, *sources = words
+    operation, *_, kind = name.split(".")
+    values = [_number(word, registers) for word in sources]
+    f = [_as(x, np.float32) for x in values] if kind in ("f32",) and operation != "selp" else values
+    with np.errstate(all="ignore"):
+        if name.startswith("ex2.approx.ftz"):
+            result = np.exp2(f[0])
+        elif name == "max.NaN.f32":
+            result = np.maximum(f[0], f[1])
+        elif name == "fma.rn.f32":
+            result = (f[0].astype(np.float64) * f[1] + f[2]).astype(np.float32)
+        elif name in ("add.rn.f32", "sub.rn.f32", "mul.rn.f32"):
+            result = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation](f[0], f[1])
+        elif name == "setp.gt.f32":
+            result = f[0] > f[1]
+        elif name == "setp.gt.or.f32":
+            result = (f[0] > f[1]) | values[2]
+        elif name == "vote.sync.any.pred":
+            result = np.array([values[0].any()])
+        elif name == "selp.b32":
+            result = np.where(values[2], values[0], values[1])
+        elif name == "mov.b32":
+            result = values[0]
+        elif name == "shl.b32":
+            result = _as(values[0], np.uint32) << np.uint32(values[1][0])
+        elif name == "add.u32":
+            result = _as(values[0], np.uint32) + values[1]
+        else:
+            raise AssertionError(f"not in this interpreter: {line}")
+    registers[target] = result
+
+
+def _by_thread(x: np.ndarray, pack: int) -> np.ndarray:
+    """A thread's elements side by side: of a [64, 4] tensor rows 8 apart, of others neighbours in a row."""
+    if x.shape == (64, 4):
+        x = x.reshape(4, 2, 8, 4).transpose(0, 2, 3, 1)
+    return x.reshape(-1, pack)
+
+
+def _by_tensor(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return x.reshape(4, 8, 4, 2).transpose(0, 3, 1, 2).reshape(shape) if shape == (64, 4) else x.reshape(shape)
+
+
+class _Ptx:
+    """Runs inline assembly for all threads at once; registers declared outside braces are kept."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def __call__(self, text: str, constraints: str, args: list, *, dtype: Any, is_pure: bool, pack: int) -> Any:
+        outputs = constraints.count("=")
+        assert outputs == pack and constraints.count(",") + 1 == pack * (1 + len(args))
+        shape = args[0].shape if isinstance(args[0], torch.Tensor) else ()
+        registers = dict(self.kept)
+        for number, x in enumerate(args):
+            flat = np.array([x]) if shape == () else _by_thread(x.detach().numpy(), pack)
+            for i in range(pack):
+                registers[f"${outputs + number * pack + i}"] = flat if shape == () else flat[:, i].copy()
+        for line in re.split(r"[;\n{}]", text):
+            if line.strip() and not line.strip().startswith(".reg"):
+                _run_line(line.strip(), registers)
+        if "surpassed" in registers:
+            self.kept["surpassed"] = registers["surpassed"]
+        if shape == ():
+            return int(np.ravel(registers["$0"])[0])
+        columns = [np.broadcast_to(_as(registers[f"${i}"], np.float32), registers["$0"].shape) for i in range(outputs)]
+        return _tensor(torch.from_numpy(_by_tensor(np.stack(columns, 1), tuple(shape))))
+
+
+# --- Gluon -------------------------------------------------------------------------------------------------------
+
+
+class _Pointer:
+    def __init__(self, values: torch.Tensor, at: Any = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, other: Any) -> _Pointer:
+        return _Pointer(self.values, self.at + other)
+
+
+class _Slots:
+    """Barriers of a ring; `waited` is called with a slot and the phase that a consumer waits for."""
+
+    def __init__(self, waited: Any = lambda slot, phase: None) -> None:
+        self.waited = waited
+
+    def index(self, slot: Any) -> tuple[_Slots, int]:
+        return self, int(slot)
+
+
+class _Model:
+    """One consumer's share of tiles [(first query, queries, keys)], each of a sequence of its own."""
+
+    def __init__(self, tiles: list, q: list, k: list, v: list, block_n: int, stages: int, **options: Any) -> None:
+        self.tiles, self.q, self.k, self.v, self.block_n, self.stages = tiles, q, k, v, block_n, stages
+        self.causal, self.window = options["causal"], options["window"]
+        self.blocks: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
+        self.loaded, self.freed, self.raised, self.step = {"k": 0, "v": 0}, {"k": 0, "v": 0}, 0, 0
+        head_dim = q[0].shape[1]
+        self.rings = {name: _tensor(torch.full((stages, block_n, head_dim), math.nan)) for name in "kv"}
+        self.q_buffer = _tensor(torch.full((1, 64, head_dim), math.nan))
+        self.o_buffer = _tensor(torch.full((1, 64, head_dim), math.nan))
+        self.plan: list[list[torch.Tensor]] = [[], []]
+        self.out = [torch.full((n, head_dim), math.nan) for _, n, _ in tiles]
+        self.lse2 = torch.full((sum(n for _, n, _ in tiles),), math.nan)
+
+    def announce(self, slot: int, phase: int) -> None:
+        """The producer: the plan of the next tile, its queries, and its blocks of keys and values, the last first."""
+        assert (slot, phase) == (self.step & 1, self.step // 2 & 1)
+        if self.step == len(self.tiles):
+            self.plan[slot] = [torch.tensor(0)]
+            return
+        first, rows, others = self.tiles[self.step]
+        begin, full_begin, full_end, count = python_function(common.key_blocks)(
+            first, rows, others, self.window, self.causal, self.window > 0, 64, self.block_n
+        )
+        full = python_function(common.split_blocks)(begin, full_begin, full_end, count)
+        start = sum(n for _, n, _ in self.tiles[: self.step])
+        numbers = (count, 0, 0, first, rows, start, others, begin + count - 1, *full)
+        self.plan[slot] = [torch.tensor(x) for x in numbers]
+        self.q_buffer[0] = 0
+        own = self.q[self.step][first : first + 64]
+        self.q_buffer[0, : len(own)] = own
+        for i in range(count):
+            at = (begin + count - 1 - i) * self.block_n
+            for name, source in (("k", self.k), ("v", self.v)):
+                block = torch.zeros(self.block_n, source[self.step].shape[1])
+                part = source[self.step][at : at + self.block_n]
+                block[: len(part)] = part
+                self.blocks[name].append(block)
+        self.step += 1
+
+    def load(self, name: str) -> Any:
+        def waited(slot: int, phase: int) -> None:
+            number = self.loaded[name]
+            assert (slot, phase) == (number % self.stages, number // self.stages & 1), "it waits for another block"
+            assert number - self.freed[name] < self.stages, "the slot was not handed back"
+            self.rings[name][slot] = self.blocks[name][number]
+            self.loaded[name] += 1
+
+        return _Slots(waited)
+
+    def free(self, name: str) -> Any:
+        slots = _Slots()
+        slots.arrived = lambda slot: self.hand_back(name, slot)  # type: ignore[attr-defined]
+        return slots
+
+    def hand_back(self, name: str, slot: int) -> None:
+        assert slot == self.freed[name] % self.stages
+        self.freed[name] += 1
+        self.rings[name][slot] = math.nan
+
+    def run(self, scale: float, softmax: str, polynomial: bool, turns: bool) -> None:
+        ptx = _Ptx()
+        gl = SimpleNamespace(
+            program_id=lambda axis: 0, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+            bfloat16=torch.bfloat16, NVMMADistributedLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+            SliceLayout=lambda *_: None, arange=lambda a, b, _: _tensor(torch.arange(a, b)),
+            zeros=lambda shape, dtype, _=None: _tensor(torch.zeros(shape, dtype=dtype)),
+            full=lambda shape, value, dtype, _: _tensor(torch.full(shape, value, dtype=dtype)),
+            where=lambda c, a, b: torch.where(c, *(torch.as_tensor(x, dtype=torch.float32) for x in (a, b))),
+            maximum=torch.maximum, minimum=lambda a, b: torch.minimum(*map(torch.as_tensor, (a, b))),
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+            convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=ptx, store=self.store,
+        )  # fmt: skip
+        barrier = SimpleNamespace(
+            wait=lambda at, phase: at[0].waited(at[1], int(phase)),
+            arrive=lambda at, count: getattr(at[0], "arrived", lambda slot: None)(at[1]),
+        )
+        scope: dict[str, Any] = {
+            "gl": gl, "tl": SimpleNamespace(constexpr=Any), "mbarrier": barrier, "matrix": lambda x: x,
+            "noted": lambda plan, slot, index: self.plan[int(slot)][index], "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else deps,
+            "tma": SimpleNamespace(store_wait=lambda n: None), "fence_async_shared": lambda: None,
+            "store_rows": self.store_rows,
+        }  # fmt: skip
+        for module in (hopper_softmax, hopper_forward):
+            for name, function in vars(module).items():
+                plain = python_function(function)
+                if inspect.isfunction(plain) and plain.__module__ == module.__name__ and name != "hopper_forward":
+                    source = textwrap.dedent(inspect.getsource(plain))
+                    exec("from __future__ import annotations\n" + source[source.index("def ") :], scope)
+        scope |= {"_packed": lambda p, dtype: p.to(dtype), "_left": lambda p, dtype, left: p}
+        raise_maximum = scope["raise_maximum"]
+
+        def counted(*args: Any) -> Any:
+            self.raised += 1
+            return raise_maximum(*args)
+
+        scope["raise_maximum"] = counted
+        if FORMS.index(softmax) > 1:
+            scope["declare_surpassed"]()
+        k_s, v_s = (
+            SimpleNamespace(index=ring.__getitem__, dtype=torch.float32) for ring in (self.rings["k"], self.rings["v"])
+        )
+        hold = SimpleNamespace(index=lambda i: SimpleNamespace(store=lambda x: None))
+        q_s, o_s = (SimpleNamespace(index=x.__getitem__) for x in (self.q_buffer, self.o_buffer))
+        buffers = (q_s, k_s, v_s, o_s, hold, self.plan)
+        other = _Slots()
+        barriers = (
+            _Slots(self.announce), other, other, other, self.load("k"), self.free("k"), self.load("v"), self.free("v"),
+            other,
+        )  # fmt: skip
+        scope["_consume"](
+            buffers, barriers, 0, 1, self.window, SimpleNamespace(dtype=torch.float32), _Pointer(self.lse2),
+            scale * LOG2E, 0, True, self.causal, self.window > 0, 2, self.block_n, self.q[0].shape[1], self.stages,
+            FORMS.index(softmax), polynomial, turns,
+        )  # fmt: skip
+        assert self.freed == self.loaded == {name: len(blocks) for name, blocks in self.blocks.items()}
+
+    @staticmethod
+    def multiply(
+        a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor, use_acc: bool = True, is_async: bool = True
+    ) -> Any:
+        return _tensor(a.float() @ b.float() + (acc if use_acc else 0.0))
+
+    @staticmethod
+    def store(pointer: _Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+        pointer.values[pointer.at[mask]] = torch.Tensor(value)[mask]
+
+    def store_rows(
+        self, desc: Any, batch: Any, begin: Any, rows: Any, row: Any, head: Any, o: Any, packed: bool
+    ) -> None:
+        tile = self.step - 1
+        own = self.out[tile][int(row) : int(row) + 64]
+        own.copy_(o[: len(own)])
+
+
+def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int) -> tuple:
+    scores = q.double() @ k.double().T * scale
+    row, key = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None, :]
+    if causal:
+        scores = scores.masked_fill(key > row, -math.inf)
+    if window:
+        scores = scores.masked_fill(key <= row - window, -math.inf)
+    return scores.softmax(1).nan_to_num(0.0) @ v.double(), scores.logsumexp(1)
+
+
+def _rising(k: torch.Tensor) -> torch.Tensor:
+    """Keys whose scores grow from block to block, as the last come first."""
+    return k * torch.linspace(60.0, 1.0, len(k))[:, None]
+
+
+@pytest.mark.parametrize("keys", ["even", "rising", "falling"])
+@pytest.mark.parametrize(
+    ("softmax", "polynomial", "turns"),
+    [*((form, False, True) for form in FORMS), ("lazy", True, True), ("speculative", True, False)],
+)
+def test_a_consumer_computes_attention(softmax, polynomial, turns, keys):
+    generator = torch.Generator().manual_seed(3)
+    for causal, window, tiles in (
+        (True, 0, [(0, 64, 64), (128, 192, 192), (64, 100, 400), (0, 64, 20), (256, 300, 300)]),
+        (False, 0, [(0, 40, 300), (0, 64, 128)]),
+        (True, 150, [(448, 512, 512), (64, 128, 300), (0, 64, 64)]),
+    ):
+        q, k, v = ([torch.randn(tile[i], 16, generator=generator) for tile in tiles] for i in (1, 2, 2))
+        if keys != "even":
+            k = [_rising(x) if keys == "rising" else _rising(x.flip(0)).flip(0) for x in k]
+        model = _Model(tiles, q, k, v, 64, 2 if turns else 3, causal=causal, window=window)
+        model.run(0.25, softmax, polynomial, turns)
+        start = 0
+        for i, (first, rows, _) in enumerate(tiles):
+            out, lse = _expected(q[i], k[i], v[i], 0.25, causal, window)
+            own = slice(first, min(first + 64, rows))
+            assert torch.allclose(model.out[i][own].double(), out[own], rtol=2e-5, atol=2e-5)
+            lse2 = model.lse2[start : start + rows][own].double() / LOG2E
+            assert torch.allclose(lse2, lse[own], rtol=2e-5, atol=2e-5)
+            start += rows
+        if softmax in ("fold", "tree") or (keys == "even" and not causal):
+            assert model.raised == 0
+        elif keys == "rising":
+            assert model.raised >= 2
+
+
+def _plain(functions: tuple[Any, ...], ptx: _Ptx) -> dict[str, Any]:
+    """Functions of hopper_softmax.py on tensors, outside of a kernel."""
+    scope: dict[str, Any] = {
+        "gl": SimpleNamespace(
+            inline_asm_elementwise=ptx, float32=torch.float32, int32=torch.int32, sum=lambda x, axis: x.sum(axis),
+            program_id=lambda axis: 0, SliceLayout=lambda *_: None, convert_layout=lambda x, *_, **__: x,
+            zeros=lambda shape, dtype, _: _tensor(torch.zeros(shape, dtype=dtype)),
+        ),
+        "tl": SimpleNamespace(constexpr=Any),
+    }  # fmt: skip
+    for function in functions:
+        source = textwrap.dedent(inspect.getsource(python_function(function)))
+        exec("from __future__ import annotations\n" + source[source.index("def ") :], scope)
+    return scope
+
+
+def test_a_score_above_its_own_rows_limit_is_found_in_every_place():
+    scope = _plain((hopper_softmax.surpassed, hopper_softmax._by_row), _Ptx())
+    limits = torch.randperm(64, generator=torch.Generator().manual_seed(1)).float() * 10
+    at_limit = limits[:, None].repeat(1, 4)
+    same, above = scope["surpassed"](_tensor(at_limit.clone()), limits - 8.0, 8.0)
+    assert not above and torch.equal(torch.Tensor(same), at_limit)
+    for row, thread in itertools.product(range(64), range(4)):
+        maxima = at_limit - 1.0
+        maxima[row, thread] += 1.5
+        assert scope["surpassed"](_tensor(maxima), limits - 8.0, 8.0)[1], (row, thread)
+
+
+def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
+    """Rows that see no key of the first block; scores far below 0, or that a tiny scale makes all alike, count."""
+    q = torch.full((64, 16), -8.0)
+    k = torch.full((100, 16), 8.0) + torch.arange(100)[:, None] * 1e-3
+    v = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
+    for softmax, scale, window in itertools.product(FORMS, (1.0, 1e-41), (0, 70)):
+        model = _Model([(0, 64, 100)], [q], [k], [v], 64, 2, causal=True, window=window)
+        model.run(scale, softmax, False, True)
+        out, lse = _expected(q, k, v, scale, True, window)
+        assert torch.allclose(model.out[0].double(), out, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(model.lse2.double() / LOG2E, lse, rtol=1e-5)
+
+
+def test_the_polynomial_is_as_exact_as_it_says():
+    scope = _plain((hopper_softmax.probabilities, hopper_softmax._thread_sums), _Ptx())
+    x = torch.linspace(-125.9, 8.0, 64 * 4096).reshape(64, 4096)
+    p, sums = scope["probabilities"](_tensor(x), torch.zeros(64), 1.0, False, True, 4096)
+    exact = torch.exp2(x.double())
+    error = (torch.Tensor(p).double() / exact - 1).abs()
+    assert 1e-7 < float(error.max()) < 2.7e-6
+    assert torch.allclose(torch.Tensor(sums).sum(1).double(), exact.sum(1), rtol=1e-5)
+    odd = _tensor(torch.tensor([-math.inf, -1e30, math.nan, -126.5] * 16).reshape(64, 1).repeat(1, 8))
+    p, _ = scope["probabilities"](odd, torch.zeros(64), 1.0, False, True, 8)
+    assert torch.Tensor(p)[2::4].isnan().all() and float(torch.Tensor(p)[0::4].max()) <= 2.0**-126
