@@ -213,6 +213,7 @@ def _serve(listener: socket.socket) -> tuple[dict, list[int]]:
         ended = os.pidfd_open(pid)
         if ended not in select.select([ended, connection], [], [])[0]:
             os.kill(pid, signal.SIGKILL)  # whoever asked for it has gone
+            os.waitpid(pid, 0)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         connection.sendall(f"{code}\n".encode())
@@ -251,6 +252,8 @@ def _run(request: dict, files: list[int]) -> None:
 if __name__ == "__main__" and sys.argv[1] == "relay":
     _relay(sys.argv[2], sys.argv[3:])
 elif __name__ == "__main__":
+    # Ctrl-C is for programs, and for whoever asked for them: with that one gone, those who wait end what still runs.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
