@@ -72,6 +72,14 @@ def test_time_runs_out_and_a_signal_ends_it(start):
     program.kill()  # nothing where it has ended
 
 
+def _started(start) -> Program:
+    """One that runs already, and goes on."""
+    program = start("import time; print('up', flush=True); time.sleep(600)")
+    while not os.pread(program._files[1].fileno(), 2, 0):
+        time.sleep(0.02)
+    return program
+
+
 def _leave(program: Program) -> None:
     """As who asked for it would by ending, and the program with it."""
     program._lines.close()
@@ -90,16 +98,14 @@ def test_a_program_ends_with_whoever_asked_for_it(start):
 @needs_forks
 def test_ctrl_c_leaves_no_program_behind(start, server):
     """It reaches everybody: a program may take its time, but those that wait for it must be there to end it."""
-    program = start("import time; time.sleep(600)")
+    program = _started(start)
     waits = int(Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[1])
     for pid in (waits, server._process.pid):
         os.kill(pid, signal.SIGINT)
     assert start("print(1)").communicate(60) == ("1\n", "")
     assert program.poll() is None
     _leave(program)
-    program = start("import time; print('up', flush=True); time.sleep(600)")
-    while not os.pread(program._files[1].fileno(), 2, 0):
-        time.sleep(0.02)
+    program = _started(start)
     program.send_signal(signal.SIGINT)
     assert program.communicate(60)[1].endswith("KeyboardInterrupt\n")
 
