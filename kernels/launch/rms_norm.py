@@ -48,6 +48,11 @@ class RmsNormLaunch:
         late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
             fewer registers, so that more rows are in flight.
         max_registers: with `window`, registers a thread at most, 0 for no limit: more programs an SM.
+        load, store: forward: what the caches are told of the rows read and written: "evict_first", "evict_last", or a
+            cache modifier (".cg" loads past L1, ".cs" and ".wt" stores); "" for nothing.
+        order: forward, one program a block of rows: "" from the first row to the last, "backward", or "halves" for
+            turns between both halves.
+        touch: with `late_weight`: the first programs bring the weight into L2 while they wait for their rows.
     """
 
     block_rows: int
@@ -59,6 +64,10 @@ class RmsNormLaunch:
     window: bool = False
     late_weight: bool = False
     max_registers: int = 0
+    load: str = ""
+    store: str = ""
+    order: str = ""
+    touch: bool = False
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
@@ -67,6 +76,30 @@ class RmsNormLaunch:
     def rows_in_one_thread(self, columns: int, itemsize: int) -> bool:
         """True where the program's threads all lie along a row of `columns`, so that a sum over rows is local."""
         return columns * itemsize // _VECTOR_BYTES >= 32 * self.num_warps
+
+
+@dataclass(frozen=True)
+class RingLaunch:
+    """Launch of a kernel of rms_norm_ring_kernels.py.
+
+    Attributes:
+        block_rows: rows of a tile (a power of two), one copy by TMA.
+        slots: tiles of each input that shared memory holds; without `programs`, tiles a program.
+        num_warps: warps that compute.
+        programs: programs an SM of a persistent grid, each with a warp that loads; 0 for the burst kernel.
+        by_tma: outputs leave through shared memory; else from the registers.
+        runs: with `programs`: a program's tiles are neighbours; else every num_programs-th.
+        max_registers: registers a thread, at the start of the kernel where it is `programs`; a multiple of 8, or 0 for
+            no limit.
+    """
+
+    block_rows: int
+    slots: int
+    num_warps: int
+    programs: int = 0
+    by_tma: bool = False
+    runs: bool = False
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)
