@@ -30,6 +30,7 @@ from fuselm.train.packing import BATCHES_THREAD
 
 _KEY = f"fuselm/where/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _TOLD = f"{_KEY}/told"
+_PATIENCE = 5.0  # seconds for the last message
 _EXIT_CODE = 1  # torchrun --max-restarts starts all ranks again
 
 
@@ -39,7 +40,7 @@ class HangWatch:
     Args:
         world: all ranks.
         timeout: seconds without a move after which the process ends; 0 for never.
-        on_stall: is told after half of that time, once a standstill, from the watching thread.
+        on_stall: is told after half of that time, once a standstill, from a thread of its own.
         leave: ends the process, after the message was printed.
     """
 
@@ -100,9 +101,9 @@ class HangWatch:
             self._post(store, self._stack() if stuck > self.timeout / 4 else "")
             if stuck >= self.timeout / 2 and not told:
                 told = True
-                self.on_stall(f"nothing has moved for {stuck:.0f} s in {self._where} of step {self._step + 1}")
-            if stuck >= self.timeout:
-                self._report(store, stuck)
+                where = f"{self._where} of step {self._step + 1}"
+                _aside(self.on_stall, f"nothing has moved for {stuck:.0f} s in {where}")
+            if stuck >= self.timeout and self._report(store, stuck, moves):
                 self.leave(_EXIT_CODE)
                 return
 
@@ -130,7 +131,11 @@ class HangWatch:
         keys = [f"{_KEY}/{rank}" for rank in range(self.world.size)]
         return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
 
-    def _report(self, store: Store | None, stuck: float) -> None:
+    def _moves_again(self, moves: int) -> bool:
+        return self._moves != moves or self._patient or self._end.is_set()
+
+    def _report(self, store: Store | None, stuck: float, moves: int) -> bool:
+        """Says who holds the others up, or leaves that to another rank; False where this one moves again meanwhile."""
         mine = f"rank {self.world.rank} waits in {self._where} of step {self._step + 1} ({self._stack()})"
         places: dict[int, dict[str, Any]] = {}
         silent: list[int] = []
@@ -138,6 +143,8 @@ class HangWatch:
             try:
                 before = self._read(store)
                 self._end.wait(2.5 * self._interval)  # the others post meanwhile, if they can
+                if self._moves_again(moves):
+                    return False
                 self._post(store, self._stack())
                 places = self._read(store)
                 silent = [r for r in range(self.world.size) if r not in before or before[r] == places.get(r)]
@@ -145,15 +152,15 @@ class HangWatch:
                 places = {}
         if not places:
             self._print(f"nothing has moved for {stuck:.0f} s: {mine}; the other ranks cannot be asked")
-            return
+            return True
         behind = silent
         if not silent:
             least = min(place["moves"] for place in places.values())
             behind = [r for r, place in places.items() if place["moves"] == least]
             behind = behind if len(behind) < self.world.size else []
         reporter = min((r for r in places if r not in behind), default=0)
-        if self.world.rank != reporter and self._another_tells(store):
-            return
+        if self.world.rank != reporter and self._another_tells(store, moves):
+            return not self._moves_again(moves)
         if not behind:
             self._print(f"nothing has moved for {stuck:.0f} s: all ranks are at the same place: {mine}")
         else:
@@ -162,25 +169,31 @@ class HangWatch:
         if store is not None:
             with suppress(RuntimeError, dist.DistError):
                 store.set(_TOLD, "")
+        return True
 
-    def _another_tells(self, store: Store | None) -> bool:
+    def _another_tells(self, store: Store | None, moves: int) -> bool:
         """Goes on posting until another rank has told, so that this one does not pass for lost: a rank that holds the
-        others up stands still before they do. False if nobody tells in the time that the others had, too."""
+        others up stands still before they do. False if nobody tells in the time that the others had, too. True if this
+        one moves again."""
         end = time.monotonic() + self.timeout
         try:
             while store is not None and time.monotonic() < end:
                 if store.check([_TOLD]):
                     return True
                 self._post(store, self._stack())
-                if self._end.wait(self._interval):  # it moves again
+                self._end.wait(self._interval)
+                if self._moves_again(moves):
                     return True
         except (RuntimeError, dist.DistError):  # the rank that keeps the store has left
             return True
         return False
 
     def _print(self, text: str) -> None:
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        def write() -> None:
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+
+        _aside(write).join(_PATIENCE)
 
     def _stack(self) -> str:
         """Where the main thread is: our own innermost function, and what it called."""
@@ -194,6 +207,14 @@ class HangWatch:
         shown = [*ours[-2:], *frames[-1:]]
         place = " > ".join(dict.fromkeys(f"{f.name} at {Path(f.filename).name}:{f.lineno}" for f in shown))
         return ", ".join([place, *waiting_collectives()])
+
+
+def _aside(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
+    """Starts it in a thread that nobody has to wait for: what holds the main thread up (a file system that does not
+    answer, a terminal that takes no text) must not hold up who watches it."""
+    thread = threading.Thread(target=function, args=arguments, name="hang watch's messages", daemon=True)
+    thread.start()
+    return thread
 
 
 def waiting_collectives() -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from fuselm.model.config import LlamaConfig
-from fuselm.train import distributed
+from fuselm.train import distributed, hang_watch
 from fuselm.train.config import TrainConfig, TrainingConfig, to_json
 from fuselm.train.distributed import World
 from fuselm.train.errors import UserError
@@ -114,6 +116,52 @@ def test_a_rank_that_stands_still_first_is_not_taken_for_lost(monkeypatch, capsy
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "rank 1 holds the others up, in reading a batch of step 4 (" in line
     assert "rank 0 waits in the forward and backward pass of step 4" in line
+
+
+@pytest.mark.parametrize("fault", ["stands still", "fails"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_that_gets_nowhere_holds_up_no_end(fault, monkeypatch):
+    """To a file system that does not answer, or a terminal that takes no text, which may be why the run stands still."""
+    held = threading.Event()
+
+    def told(_: str) -> None:
+        if fault == "fails":
+            raise OSError
+        held.wait(60)
+
+    left = []
+    monkeypatch.setattr(hang_watch, "_PATIENCE", 0.1)
+    monkeypatch.setattr(sys.stderr, "write", told)
+    with HangWatch(World(0, 0, 1, torch.device("cpu")), 0.6, told, left.append):
+        end = time.monotonic() + 20
+        while not left and time.monotonic() < end:
+            time.sleep(0.05)
+    held.set()
+    assert left == [1]
+
+
+def test_a_rank_that_moves_again_while_it_asks_the_others_goes_on(monkeypatch, capsys):
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    asked, left = [], []
+    watch = HangWatch(World(0, 0, 2, torch.device("cpu")), 0.4, lambda _: None, left.append)
+    read = watch._read
+
+    def slow(store: Any) -> Any:
+        asked.append(time.monotonic())
+        if len(asked) <= 2:
+            watch.at("a step", len(asked))
+        return read(store)
+
+    monkeypatch.setattr(watch, "_read", slow)
+    with watch:
+        end = time.monotonic() + 20
+        while not left and time.monotonic() < end:
+            time.sleep(0.05)
+    assert len(asked) == 4, "twice in vain, then before and after it has waited for the others"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert left == [1] and "rank 1 has never answered; rank 0 waits in a step of step 3" in line
 
 
 @pytest.mark.parametrize(
