@@ -72,6 +72,7 @@ def launch_ring(
         weight is not None,
         n,
         launch.by_tma,
+        "evict_first" if launch.evict_first else "",
         launch.block_rows,
         lines,
         launch.slots,

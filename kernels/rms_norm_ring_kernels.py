@@ -106,12 +106,14 @@ def send_tile(slots, others, slot, h, y, h_desc, y_desc, row, HAS_RESIDUAL: tl.c
 
 
 @gluon_jit
-def write_tile(h, y, h_ptr, y_ptr, row, column, mask, N: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def write_tile(
+    h, y, h_ptr, y_ptr, row, column, mask, N: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr
+):
     """Stores from the registers; `row`: of the tensor, [ROWS]."""
     at = gl.expand_dims(gl.expand_dims(row.to(gl.int64) * N, 1), 2) + column
-    gl.store(y_ptr + at, y, mask=mask)
+    gl.store(y_ptr + at, y, mask=mask, eviction_policy=EVICTION)
     if HAS_RESIDUAL:
-        gl.store(h_ptr + at, h, mask=mask)
+        gl.store(h_ptr + at, h, mask=mask, eviction_policy=EVICTION)
 
 
 # --- Ring --------------------------------------------------------------------------------------------------------
@@ -149,7 +151,8 @@ def _bring(
 def _consume(
     slots, others, full, empty, h_desc, y_desc, weight_ptr, h_ptr, y_ptr, rstd_ptr, rows, tiles, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr, BY_TMA: tl.constexpr,
-    BEHIND: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
+    EVICTION: tl.constexpr, BEHIND: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     stores: tl.constexpr = 2 if HAS_RESIDUAL else 1  # pyright: ignore[reportAssignmentType]
     in_tile, column, exists = places(N, ROWS, LINES, LAYOUT)
@@ -173,7 +176,7 @@ def _consume(
                 mbarrier.arrive(empty.index((number - BEHIND) % SLOTS), count=1)
         else:
             mask = gl.expand_dims(gl.expand_dims(here < rows, 1), 2) & exists
-            write_tile(h, y, h_ptr, y_ptr, here, column, mask, N, HAS_RESIDUAL)
+            write_tile(h, y, h_ptr, y_ptr, here, column, mask, N, HAS_RESIDUAL, EVICTION)
     if BY_TMA:
         tma.store_wait(0)
 
@@ -181,8 +184,9 @@ def _consume(
 @gluon_jit(do_not_specialize=["rows", "tiles"])
 def rms_norm_ring_kernel(
     x_desc, residual_desc, h_desc, y_desc, weight_ptr, h_ptr, y_ptr, rstd_ptr, rows, tiles, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, N: tl.constexpr, BY_TMA: tl.constexpr, ROWS: tl.constexpr,
-    LINES: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr, RUNS: tl.constexpr, BEHIND: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, N: tl.constexpr, BY_TMA: tl.constexpr,
+    EVICTION: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
+    RUNS: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
     slots = ring(x_desc, SLOTS)
     others = slots
@@ -194,7 +198,8 @@ def rms_norm_ring_kernel(
     gl.warp_specialize(
         [
             (_consume, (slots, others, full, empty, h_desc, y_desc, weight_ptr, h_ptr, y_ptr, rstd_ptr, rows, tiles,
-                        eps, offset, HAS_RESIDUAL, HAS_WEIGHT, N, RUNS, BY_TMA, BEHIND, ROWS, LINES, SLOTS, LAYOUT)),
+                        eps, offset, HAS_RESIDUAL, HAS_WEIGHT, N, RUNS, BY_TMA, EVICTION, BEHIND, ROWS, LINES, SLOTS,
+                        LAYOUT)),
             (_bring, (slots, others, full, empty, x_desc, residual_desc, tiles, HAS_RESIDUAL, RUNS, ROWS, SLOTS)),
         ],
         [1],
@@ -209,8 +214,8 @@ def rms_norm_ring_kernel(
 @gluon_jit(do_not_specialize=["rows", "tiles"])
 def rms_norm_burst_kernel(
     x_desc, residual_desc, h_desc, y_desc, weight_ptr, h_ptr, y_ptr, rstd_ptr, rows, tiles, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, N: tl.constexpr, BY_TMA: tl.constexpr, ROWS: tl.constexpr,
-    LINES: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, N: tl.constexpr, BY_TMA: tl.constexpr,
+    EVICTION: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     slots = ring(x_desc, SLOTS)
     others = slots
@@ -238,6 +243,6 @@ def rms_norm_burst_kernel(
             send_tile(slots, others, number, h, y, h_desc, y_desc, row, HAS_RESIDUAL)
         else:
             mask = gl.expand_dims(gl.expand_dims(here < rows, 1), 2) & exists
-            write_tile(h, y, h_ptr, y_ptr, here, column, mask, N, HAS_RESIDUAL)
+            write_tile(h, y, h_ptr, y_ptr, here, column, mask, N, HAS_RESIDUAL, EVICTION)
     if BY_TMA:
         tma.store_wait(0)

@@ -82,8 +82,9 @@ def _hints(launch: RmsNormLaunch) -> tuple[RmsNormLaunch, ...]:
 
 
 def _ways(*launches: RingLaunch) -> tuple[RingLaunch, ...]:
-    """Each with outputs from the registers and through shared memory."""
-    return tuple(dataclasses.replace(launch, by_tma=by_tma) for launch in launches for by_tma in (False, True))
+    """Each with outputs from the registers and through shared memory, the first two also the first to leave L2."""
+    ways = tuple(dataclasses.replace(launch, by_tma=by_tma) for launch in launches for by_tma in (False, True))
+    return (*ways, *(dataclasses.replace(launch, evict_first=True) for launch in launches[:2]))
 
 
 def _ring(block_rows: int, slots: int, warps: int, programs: int, registers: int, runs: bool = False) -> RingLaunch:
@@ -94,8 +95,8 @@ def _ring(block_rows: int, slots: int, warps: int, programs: int, registers: int
 # a warp that loads and three that wait beside it.
 _RINGS = {
     8192: (
-        *_ways(_ring(1, 6, 8, 2, 80), RingLaunch(1, 2, 8), _ring(1, 12, 8, 1, 168)),
-        *_ways(RingLaunch(1, 4, 16), _ring(1, 4, 8, 2, 80)),
+        *_ways(_ring(1, 6, 8, 2, 80), RingLaunch(1, 2, 8), _ring(1, 12, 8, 1, 168), RingLaunch(1, 4, 16)),
+        _ring(1, 4, 8, 2, 80),
         _ring(1, 6, 8, 2, 80, runs=True),
         _ring(1, 6, 8, 8, 80),  # more programs than there is room for: who is done first gets the next
         _ring(1, 8, 16, 1, 96),
@@ -105,8 +106,9 @@ _RINGS = {
         RingLaunch(1, 4, 8),
     ),
     4096: (
-        *_ways(_ring(1, 8, 8, 2, 80), RingLaunch(1, 4, 8), _ring(1, 8, 4, 3, 80), RingLaunch(1, 4, 4)),
-        *_ways(_ring(2, 6, 8, 2, 80), _ring(2, 8, 8, 1, 168)),
+        *_ways(_ring(1, 8, 8, 2, 80), RingLaunch(1, 4, 8), _ring(1, 8, 4, 3, 80), _ring(2, 6, 8, 2, 80)),
+        _ring(2, 8, 8, 1, 168),
+        RingLaunch(1, 4, 4),
         _ring(1, 8, 8, 2, 80, runs=True),
         _ring(1, 8, 8, 8, 80),
         _ring(4, 6, 16, 1, 96),
@@ -130,7 +132,8 @@ _RINGS = {
 _ADD_RINGS = {  # a slot has two rows
     4096: (
         *_ways(_ring(1, 6, 8, 2, 80), RingLaunch(1, 2, 8), _ring(1, 4, 4, 3, 80), RingLaunch(1, 4, 8)),
-        *_ways(_ring(1, 4, 8, 2, 80), _ring(2, 6, 16, 1, 96)),
+        _ring(1, 4, 8, 2, 80),
+        _ring(2, 6, 16, 1, 96),
         _ring(1, 6, 8, 2, 80, runs=True),
         _ring(1, 6, 8, 8, 80),
         _ring(1, 12, 8, 1, 168),

@@ -88,6 +88,7 @@ class RingLaunch:
         num_warps: warps that compute.
         programs: programs an SM of a persistent grid, each with a warp that loads; 0 for the burst kernel.
         by_tma: outputs leave through shared memory; else from the registers.
+        evict_first: without `by_tma`: what is written is the first to leave L2.
         runs: with `programs`: a program's tiles are neighbours; else every num_programs-th.
         max_registers: registers a thread, at the start of the kernel where it is `programs`; a multiple of 8, or 0 for
             no limit.
@@ -98,6 +99,7 @@ class RingLaunch:
     num_warps: int
     programs: int = 0
     by_tma: bool = False
+    evict_first: bool = False
     runs: bool = False
     max_registers: int = 0
 

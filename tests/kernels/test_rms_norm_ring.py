@@ -24,7 +24,7 @@ Watched: Any = importlib.import_module("watched").Watched  # of benchmarks/
 HOPPER = KNOWN_PROFILES[90]
 # With a residual a slot has two tiles: all fit.
 LAUNCHES = {
-    768: (RingLaunch(8, 3, 8, 2, max_registers=80), RingLaunch(4, 2, 4), RingLaunch(2, 4, 2)),
+    768: (RingLaunch(8, 3, 8, 2, max_registers=80), RingLaunch(4, 2, 4, evict_first=True), RingLaunch(2, 4, 2)),
     4096: (
         RingLaunch(1, 4, 8, 2, max_registers=80),
         RingLaunch(1, 4, 8),

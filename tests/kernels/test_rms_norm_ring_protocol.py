@@ -70,7 +70,9 @@ class _Rows:
                 SLOTS=slots,
             )  # fmt: skip
             pointers = dict.fromkeys(("weight_ptr", "h_ptr", "y_ptr", "rstd_ptr", "eps", "offset"), VALUE)
-            sizes = dict(rows=self.tiles * ROWS, HAS_WEIGHT=True, N=64, BY_TMA=self.by_tma, LINES=1, LAYOUT=VALUE)
+            sizes = dict(
+                rows=self.tiles * ROWS, HAS_WEIGHT=True, N=64, BY_TMA=self.by_tma, EVICTION="", LINES=1, LAYOUT=VALUE
+            )
             outputs = {name: desc[name] for name in ("h_desc", "y_desc")} | {"BEHIND": min(slots - 1, 2)}
             machine.run(
                 partial(python._bring, x_desc=desc["x_desc"], residual_desc=desc["residual_desc"], **shared),
@@ -86,7 +88,8 @@ class _Rows:
                 partial(
                     python.rms_norm_burst_kernel, **desc, weight_ptr=VALUE, h_ptr=VALUE, y_ptr=VALUE, rstd_ptr=VALUE,
                     rows=self.tiles * ROWS, tiles=self.tiles, eps=VALUE, offset=VALUE, HAS_RESIDUAL=self.residual,
-                    HAS_WEIGHT=True, N=64, BY_TMA=self.by_tma, ROWS=ROWS, LINES=1, SLOTS=slots, LAYOUT=VALUE,
+                    HAS_WEIGHT=True, N=64, BY_TMA=self.by_tma, EVICTION="", ROWS=ROWS, LINES=1, SLOTS=slots,
+                    LAYOUT=VALUE,
                 )
             )  # fmt: skip
         self._end()
