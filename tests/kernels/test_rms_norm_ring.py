@@ -100,7 +100,7 @@ for n, launch, residual in CASES:
         "shared": compiled[0].shared_memory,
         "given back": orders(ptx, "mbarrier.arrive.shared::cta", "ld.shared.v4|cp.async.bulk.wait_group.read"),
         "sent": orders(ptx, "cp.async.bulk.tensor.3d.global", "st.shared.v4"),
-        "wide stores": ptx.count("st.global.v4"),
+        "wide stores": len(re.findall("st[.]global[^ ]*[.]v4", ptx)),
     })
 print(json.dumps(report))
 """
