@@ -45,6 +45,8 @@ def launch_ring(
     """Writes y, h and rstd as `launch_forward` does; `ring_refusal` says for what. On the current device."""
     rows, n = rstd.numel(), x.shape[-1]
     lines = 1 << (n // _LINE - 1).bit_length()
+    if launch.block_rows * lines < 8:
+        raise ValueError(f"{launch}: slots of less than 1024 bytes do not begin where the pattern of their banks does")
     block = [launch.block_rows, lines, _LINE]
     shared = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
 

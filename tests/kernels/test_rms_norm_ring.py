@@ -64,6 +64,8 @@ def test_devices_and_rows_that_they_do_not_take(monkeypatch):
     monkeypatch.setattr(launchers, "device_profile", lambda _: HOPPER)
     with pytest.raises(ValueError, match=r"RingLaunch\(.*\) for x \(3, 96\): rows of 96 elements"):
         launchers.launch_forward(_x(3, 96), None, None, 1e-6, 0.0)
+    with pytest.raises(ValueError, match="less than 1024 bytes"):
+        launchers.launch_forward(_x(3, 256), None, None, 1e-6, 0.0)
 
 
 _COMPILED = """
