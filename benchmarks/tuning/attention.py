@@ -1,6 +1,5 @@
 """Launch choices of attention to be timed: the Hopper kernels at the shapes of the performance table, the portable
-kernels at two of them, the backward one over packed documents as well. Causal, bf16; outputs are checked against
-torch's SDPA."""
+kernels at two of them, over packed documents as well. Causal, bf16; outputs are checked against torch's SDPA."""
 
 from __future__ import annotations
 
@@ -38,6 +37,7 @@ ROWS = (
 )
 BACKWARD_ROWS = (*ROWS, (4, 4097, 32, 8, 128))
 DOCUMENT_ROWS = ((1, 16384, 32, 8, 128),)  # at head_dim 64 documents have no sections
+FORWARD_DOCUMENT_ROWS = (*DOCUMENT_ROWS, (1, 16384, 32, 8, 64))
 DOCUMENTS = (0, *accumulate(document_lengths(16384, 64, 8192)))  # those of the benchmark
 DETERMINISTIC_ROWS = ((4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 64))
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
@@ -63,20 +63,23 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: tuple[in
     return torch.cat(outs, 1)
 
 
+def _borders(documents: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    return torch.tensor(documents, dtype=torch.int32, device=device) if documents else None
+
+
 def _forward(
-    function: Callable[..., Any], row: tuple[int, ...], device: torch.device
+    function: Callable[..., Any], row: tuple[int, ...], device: torch.device, documents: tuple[int, ...] = ()
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, v, _ = _inputs(row, device)
-    scale = row[-1] ** -0.5
-    return lambda: function(q, k, v, None, None, True, scale, 0, 0.0)[0], lambda: _sdpa(q, k, v)
+    scale, borders = row[-1] ** -0.5, _borders(documents, device)
+    return lambda: function(q, k, v, borders, borders, True, scale, 0, 0.0)[0], lambda: _sdpa(q, k, v, documents)
 
 
 def _backward(
     function: Callable[..., Any], row: tuple[int, ...], device: torch.device, documents: tuple[int, ...] = ()
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, v, dout = _inputs(row, device)
-    scale = row[-1] ** -0.5
-    borders = torch.tensor(documents, dtype=torch.int32, device=device) if documents else None
+    scale, borders = row[-1] ** -0.5, _borders(documents, device)
     out, lse2 = portable_forward(q, k, v, borders, borders, True, scale, 0, 0.0)
 
     def reference() -> tuple[torch.Tensor, ...]:
@@ -87,17 +90,35 @@ def _backward(
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """Forms of the softmax, the likeliest first: with two consumers and, at head_dim 64, with three."""
+    """Forms of the softmax, of taking turns and of going from tile to tile, the likeliest first: with two consumers
+    and, at head_dim 64, with three."""
     section = hopper_forward_launch(head_dim, length, KNOWN_PROFILES[90]).section_bytes
-    two = functools.partial(HopperForwardLaunch, 2, 128, 3 if head_dim == 64 else 2, section)
-    launches = [two("speculative"), two("speculative", True), two("lazy"), two("tree")]
-    launches += [two("speculative", polynomial, False) for polynomial in (True, False)]
-    launches += [two("lazy", True), two("fold")]
+    stages, joint = (3, True) if head_dim == 64 else (2, False)
+    two = functools.partial(HopperForwardLaunch, 2, 128, stages, section, joint=joint)
+    wide = functools.partial(HopperForwardLaunch, 3, 128, 2, section)
+    narrow = functools.partial(HopperForwardLaunch, 3, 64, 4, section, joint=True)
+    ahead: dict[str, Any] = {"query_buffers": 2, "ahead": True}
+    launches = [
+        two("speculative", turns="named", **ahead),
+        two("fold", query_buffers=2),
+        two("speculative", True, "named", **ahead),
+        two("tree", turns="named", query_buffers=2),
+        two("lazy", turns="named", **ahead),
+        two("speculative", turns="none", **ahead),
+        two("speculative", True, "none", query_buffers=2),
+        two("fold", **ahead),
+        two("speculative"),
+        two("lazy", True, "named", query_buffers=2),
+    ]
     if head_dim == 64:
-        wide = functools.partial(HopperForwardLaunch, 3, 128, 2, section)
-        narrow = functools.partial(HopperForwardLaunch, 3, 64, 4, section)
-        launches[2:2] = [wide("lazy"), narrow("speculative"), narrow("speculative", True), wide("lazy", True)]
-        launches += [narrow("speculative", True, False), wide("tree"), wide("fold")]
+        launches[2:2] = [wide("lazy", turns="named", **ahead), narrow("speculative", turns="named", **ahead)]
+        launches += [
+            wide("lazy", True, "named", query_buffers=2),
+            narrow("speculative", True, "named", query_buffers=2),
+            wide("tree", turns="named", query_buffers=2),
+            narrow("speculative", turns="none", query_buffers=2),
+            wide("fold", query_buffers=2),
+        ]
     return tuple(launches)
 
 
@@ -142,13 +163,14 @@ _HOPPER, _PORTABLE = "fuselm.kernels.attention.hopper_", "fuselm.kernels.attenti
 TARGETS = (
     [
         Target(
-            _name("forward", "hopper", row),
+            _name("forward", "hopper", row, documents),
             f"{_HOPPER}forward.hopper_forward_launch",
-            forward_candidates(row[1], row[-1]),
-            functools.partial(_forward, hopper_forward, row),
+            forward_candidates(row[1] // max(len(documents) - 1, 1), row[-1]),
+            functools.partial(_forward, hopper_forward, row, documents=documents),
             0,
         )
-        for row in ROWS
+        for rows, documents in ((ROWS, ()), (FORWARD_DOCUMENT_ROWS, DOCUMENTS))
+        for row in rows
     ]
     + [
         Target(

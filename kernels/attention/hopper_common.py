@@ -164,6 +164,33 @@ def matrix(buffer):
     return buffer._reinterpret(buffer.dtype, [rows, columns], layout)
 
 
+@gluon_jit
+def take_turn(ME: tl.constexpr):
+    """Waits for `give_turn`, which may come first. The barriers with names, of which Triton uses those from 0 on, are
+    for warps alone, so that Triton need not bring a warpgroup's together before it says anything."""
+    gl.inline_asm_elementwise(
+        f"bar.sync {12 + ME}, 256; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon_jit
+def give_turn(OTHER: tl.constexpr):
+    """Lets another consumer issue products: two warpgroups meet at its barrier, and the first one does not wait."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive {12 + OTHER}, 256; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 # --- Schedules ---------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from fuselm.kernels.attention.hopper_common import (
     LOG2E,
     barrier_ring,
     fence_async_shared,
+    give_turn,
     gl,
     gluon_jit,
     key_blocks,
@@ -36,6 +37,7 @@ from fuselm.kernels.attention.hopper_common import (
     rows_descriptor,
     split_blocks,
     store_rows,
+    take_turn,
     tile_and_head,
     tile_table,
     tma,
@@ -45,16 +47,18 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_softmax import (
     declare_surpassed,
     fold,
+    left_operand,
     margin_of,
     mask_scores,
     offset_of,
+    packed,
     pin,
     probabilities,
     raise_maximum,
     surpassed,
     thread_maxima,
 )
-from fuselm.kernels.launch.attention_hopper import Softmax, heads_a_section, hopper_forward_launch
+from fuselm.kernels.launch.attention_hopper import Softmax, Turns, heads_a_section, hopper_forward_launch
 
 
 @gluon_jit
@@ -70,7 +74,7 @@ def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, _o_s, _hold_s, plan = buffers
@@ -106,17 +110,24 @@ def _produce(
             row = (block_begin + count - 1 - i) * BLOCK_N
             slot = done % STAGES
             phase = done // STAGES & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            if JOINT:
+                mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            else:
+                mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             load_rows(
                 k_desc, batch, other_begin, others, row, head // group, k_full.index(slot), k_s.index(slot), PACKED
             )
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(c), step & 1 ^ 1)
-                    mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                    load_rows(q_desc, batch, begin, rows, first + 64 * c, head, q_full.index(c), q_s.index(c), PACKED)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                    own = step % Q_BUFFERS * CONSUMERS + c
+                    mbarrier.wait(q_empty.index(own), step // Q_BUFFERS & 1 ^ 1)
+                    mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
+                    load_rows(
+                        q_desc, batch, begin, rows, first + 64 * c, head, q_full.index(own), q_s.index(own), PACKED
+                    )
+            if not JOINT:
+                mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             load_rows(
                 v_desc, batch, other_begin, others, row, head // group, v_full.index(slot), v_s.index(slot), PACKED
@@ -130,36 +141,11 @@ def _produce(
 
 
 @gluon_jit
-def _packed(p, dtype: tl.constexpr):
-    """P as it goes into the next pass of the loop: two of them in an int32. In fp32 three consumers have no registers
-    for it; in 16 bits each it would be taken apart and put together again on the way (64 of 493 instructions)."""
-    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon_jit
-def _left(p, dtype: tl.constexpr, left: tl.constexpr):
-    """The left operand of P·V out of what `_packed` gave."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    pairs = gl.join(low, high).to(dtype, bitcast=True)
-    return gl.convert_layout(pairs.reshape([p.shape[0], 2 * p.shape[1]]), left, assert_trivial=True)
-
-
-@gluon_jit
 def _step(
     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
     high, score_scale, margin,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
+    STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr, JOINT: tl.constexpr,
     scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
@@ -167,17 +153,22 @@ def _step(
     before_phase = done // STAGES & 1
     slot = (done + 1) % STAGES
     mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
-    if TURNS:
+    if TURNS == 1:
         mbarrier.wait(turns.index(ME), turn & 1)
+    elif TURNS == 2:
+        take_turn(ME)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p_left = _left(p, v_s.dtype, left)
+    p_left = left_operand(p, v_s.dtype, left)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
-    if TURNS:
+    if TURNS == 1:
         mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
+    elif TURNS == 2:
+        give_turn((ME + 1) % CONSUMERS)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    if not JOINT:
+        mbarrier.arrive(k_empty.index(slot), count=1)
     s = mask_scores(s, key, low, high, MASKED, WINDOW, BLOCK_N, scores)
     # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
     # does not move it ahead of a store to shared memory, `hold` or what `pin` writes, and that needs the rows' maxima.
@@ -191,7 +182,7 @@ def _step(
             row_max = pin(row_max)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(before), count=1)
-        p = _packed(p, v_s.dtype)
+        p = packed(p, v_s.dtype)
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
     elif SOFTMAX == 2:
         offset = offset_of(row_max, score_scale)
@@ -202,22 +193,39 @@ def _step(
         if above:
             acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
         p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
-        p = _packed(p, v_s.dtype)
+        p = packed(p, v_s.dtype)
         row_sum += sums
     else:
         offset = offset_of(row_max, score_scale)
         p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
         maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
         sums = pin(sums)
-        p = _packed(p, v_s.dtype)
+        p = packed(p, v_s.dtype)
         acc, s, p = warpgroup_mma_wait(0, deps=(acc, s, p))
         mbarrier.arrive(v_empty.index(before), count=1)
         if above:
             acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
             again, sums = probabilities(s, offset, score_scale, MASKED, False, BLOCK_N)
-            p = _packed(again, v_s.dtype)
+            p = packed(again, v_s.dtype)
         row_sum += sums
     return acc, p, row_max, row_sum, done + 1, turn + 1
+
+
+@gluon_jit
+def _first_scores(
+    q_s, k_s, q_full, k_full, step, done, there,
+    ME: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, Q_BUFFERS: tl.constexpr,
+    scores: tl.constexpr,
+):  # fmt: skip
+    """Starts Q·Kᵀ of the first block of tile `step`; of whatever lies in the buffers if no such tile is `there`."""
+    own = step % Q_BUFFERS * CONSUMERS + ME
+    slot = done % STAGES
+    if there:
+        mbarrier.wait(q_full.index(own), step // Q_BUFFERS & 1)
+        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+    no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
+    k = matrix(k_s.index(slot)).permute((1, 0))
+    return warpgroup_mma(matrix(q_s.index(own)), k, no_scores, use_acc=False, is_async=True)
 
 
 @gluon_jit
@@ -225,7 +233,8 @@ def _consume(
     buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr,
-    POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
+    POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, o_s, hold_s, plan = buffers
     plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -233,7 +242,6 @@ def _consume(
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, output, 2)
-    q = matrix(q_s.index(ME))
     o = o_s.index(ME)
     hold = hold_s.index(ME)
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
@@ -242,9 +250,15 @@ def _consume(
     margin = 0.0
     if SOFTMAX > 1:
         margin = margin_of(score_scale)
+    if TURNS == 2 and ME == CONSUMERS - 1:
+        give_turn(0)
     step = gl.program_id(0) * 0
     mbarrier.wait(plan_full.index(0), 0)
     count = noted(plan, 0, 0)
+    if AHEAD:
+        s = _first_scores(
+            q_s, k_s, q_full, k_full, step, done, count > 0, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
+        )
     while count > 0:
         first = noted(plan, step & 1, 3)
         rows = noted(plan, step & 1, 4)
@@ -263,41 +277,53 @@ def _consume(
         row_sum = 0.0
         acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
         slot = done % STAGES
-        mbarrier.wait(q_full.index(ME), step & 1)
-        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
-        no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
-        s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        own = step % Q_BUFFERS * CONSUMERS + ME
+        q = matrix(q_s.index(own))
+        if not AHEAD:
+            s = _first_scores(
+                q_s, k_s, q_full, k_full, step, done, True, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
+            )
+        s = warpgroup_mma_wait(0, deps=(s,))  # pyright: ignore[reportPossiblyUnboundVariable]
+        if not JOINT:
+            mbarrier.arrive(k_empty.index(slot), count=1)
         s = mask_scores(s, last, low, high, True, WINDOW, BLOCK_N, scores)
         p, row_max, row_sum, _decay = fold(s, row_max, row_sum, score_scale, True, SOFTMAX > 0, BLOCK_N, scores)
-        p = _packed(p, dtype)
+        p = packed(p, dtype)
         if CAUSAL:
             for i in range(1, full_from):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale, margin,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
+                    scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
             acc, p, row_max, row_sum, done, turn = _step(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                 turn, last - i, low, high, score_scale, margin,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
+                    scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):
                 acc, p, row_max, row_sum, done, turn = _step(
                     acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                     turn, last - i, low, high, score_scale, margin,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, scores, output, left,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
+                    scores, output, left,
                 )  # fmt: skip
-        mbarrier.arrive(q_empty.index(ME), count=1)
+        mbarrier.arrive(q_empty.index(own), count=1)
         slot = done % STAGES
         mbarrier.wait(v_full.index(slot), done // STAGES & 1)
         done += 1
-        p_left = _left(p, dtype, left)
+        p_left = left_operand(p, dtype, left)
         acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
+        if AHEAD:
+            mbarrier.wait(plan_full.index(step + 1 & 1), (step + 1) // 2 & 1)
+            count = noted(plan, step + 1 & 1, 0)
+            s = _first_scores(
+                q_s, k_s, q_full, k_full, step + 1, done, count > 0, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
+            )
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
@@ -310,8 +336,8 @@ def _consume(
         begin = noted(plan, step & 1, 5)
         mbarrier.arrive(plan_empty.index(step & 1), count=1)
         row = first + offs_m
-        gl.store(lse2_ptr + ((batch * heads + head).to(gl.int64) * queries + begin) + row, lse2, mask=row < rows)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        gl.store(lse2_ptr + (gl.cast(batch * heads + head, gl.int64) * queries + begin) + row, lse2, mask=row < rows)
+        acc = warpgroup_mma_wait(1 if AHEAD else 0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
@@ -319,8 +345,11 @@ def _consume(
         fence_async_shared()
         store_rows(o_desc, batch, begin, rows, first + 64 * ME, head, o, PACKED)
         step += 1
-        mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
-        count = noted(plan, step & 1, 0)
+        if not AHEAD:
+            mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
+            count = noted(plan, step & 1, 0)
+    if AHEAD:
+        warpgroup_mma_wait(0, deps=(s,))  # pyright: ignore[reportPossiblyUnboundVariable]
     tma.store_wait(0)
 
 
@@ -330,19 +359,20 @@ def _hopper_forward_kernel(
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
+    JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, AHEAD: tl.constexpr,
     PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     if SOFTMAX > 1:
         declare_surpassed()
-    q_s = ring(q_desc, CONSUMERS)
+    q_s = ring(q_desc, Q_BUFFERS * CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
     v_s = ring(v_desc, STAGES)
     plan = plan_ring()
     plan_full = barrier_ring(2, 1)
     plan_empty = barrier_ring(2, CONSUMERS)
-    q_full = barrier_ring(CONSUMERS, 1)
-    q_empty = barrier_ring(CONSUMERS, 1)
+    q_full = barrier_ring(Q_BUFFERS * CONSUMERS, 1)
+    q_empty = barrier_ring(Q_BUFFERS * CONSUMERS, 1)
     turns = barrier_ring(CONSUMERS, 1)
     k_full = barrier_ring(STAGES, 1)
     k_empty = barrier_ring(STAGES, CONSUMERS)
@@ -359,12 +389,12 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS)),
+                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS)),
+                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -374,15 +404,15 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS)),
+                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS)),
+                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS)),
+                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -444,7 +474,10 @@ def hopper_forward(
             STAGES=launch.stages,
             SOFTMAX=get_args(Softmax).index(launch.softmax),
             POLYNOMIAL=launch.polynomial,
-            TURNS=launch.turns,
+            TURNS=get_args(Turns).index(launch.turns),
+            JOINT=launch.joint,
+            Q_BUFFERS=launch.query_buffers,
+            AHEAD=launch.ahead,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
             num_warps=4,

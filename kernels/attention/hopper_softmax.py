@@ -198,3 +198,28 @@ def probabilities(s, offset, score_scale, MASKED: tl.constexpr, POLYNOMIAL: tl.c
     else:
         p = gl.exp2(x)
     return p, _thread_sums(p, BLOCK_N)
+
+
+@gluon_jit
+def packed(p, dtype: tl.constexpr):
+    """P as it goes into the next pass of the loop: two of them in an int32. In fp32 three consumers have no registers
+    for it; in 16 bits each it would be taken apart and put together again on the way (64 of 493 instructions)."""
+    low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon_jit
+def left_operand(p, dtype: tl.constexpr, left: tl.constexpr):
+    """The left operand of P·V out of what `packed` gave."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    pairs = gl.join(low, high).to(dtype, bitcast=True)
+    return gl.convert_layout(pairs.reshape([p.shape[0], 2 * p.shape[1]]), left, assert_trivial=True)

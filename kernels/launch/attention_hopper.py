@@ -20,6 +20,7 @@ fold: the running maximum is updated first. tree: so too, the maxima by four sho
 lazy: by a maximum that is left behind (hopper_softmax.py). speculative: so too, and P is computed beside the block's
 maxima, and once more where a score turns out to be above the limit.
 """
+Turns = Literal["none", "mbarrier", "named"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class HopperForwardLaunch:
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
         softmax: how a block of scores becomes P.
         polynomial: with "lazy" and "speculative", a quarter of the exponentials by arithmetic.
-        turns: whether the consumers take turns at issuing products.
+        turns: how the consumers take turns at issuing products, "none" where they do not.
+        joint: keys and values of a block are handed back together, which takes three stages to be no later.
+        query_buffers: 1, or 2 to load a tile's queries while the one before still needs its own.
+        ahead: the first scores of a tile are computed beside what ends the tile before.
     """
 
     consumers: int
@@ -42,7 +46,10 @@ class HopperForwardLaunch:
     section_bytes: int
     softmax: Softmax = "fold"
     polynomial: bool = False
-    turns: bool = True
+    turns: Turns = "mbarrier"
+    joint: bool = False
+    query_buffers: int = 1
+    ahead: bool = False
 
     @property
     def block_m(self) -> int:

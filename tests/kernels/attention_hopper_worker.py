@@ -36,16 +36,24 @@ GROUPS = ("forward", "backward")
 
 def forward_variants(head_dim: int) -> list[dict]:
     """Launches of the forward kernel that a default may not be."""
-    consumers = [{"consumers": 2, "stages": 2}, {"consumers": 3, "stages": 2}][: 2 if head_dim == 64 else 1]
-    forms: list[dict] = [{"softmax": "tree"}, {"softmax": "lazy"}, {"softmax": "lazy", "polynomial": True}]
-    speculative: list[dict] = [{}, {"polynomial": True}, {"polynomial": True, "turns": False}]
+    two = {"consumers": 2, "stages": 3 if head_dim == 64 else 2}
+    variants: list[dict] = [
+        {"consumers": 2, "stages": 2},
+        {**two, "softmax": "tree", "turns": "named", "query_buffers": 2},
+        {**two, "softmax": "lazy", "joint": True},
+        {**two, "softmax": "lazy", "polynomial": True, "turns": "none", "query_buffers": 2, "ahead": True},
+        {**two, "softmax": "speculative"},
+        {**two, "softmax": "speculative", "polynomial": True, "turns": "named", "joint": True},
+        {**two, "softmax": "speculative", "query_buffers": 2, "ahead": True, "turns": "named", "joint": True},
+    ]
     if head_dim == 64:
-        speculative.append({"consumers": 3, "block_n": 64, "stages": 4})
-    return (
-        consumers
-        + [{**c, **form} for c in consumers for form in forms]
-        + [{**consumers[0], "softmax": "speculative", **option} for option in speculative]
-    )
+        variants += [
+            {"consumers": 3, "stages": 2},
+            {"consumers": 3, "stages": 2, "softmax": "tree", "turns": "named", "query_buffers": 2, "ahead": True},
+            {"consumers": 3, "stages": 2, "softmax": "lazy", "polynomial": True, "turns": "named"},
+            {"consumers": 3, "stages": 4, "softmax": "speculative", "block_n": 64, "turns": "named", "joint": True},
+        ]
+    return variants
 
 
 def cases(head_dim: int) -> list[dict]:

@@ -37,7 +37,9 @@ class Value:
     def __bool__(self) -> bool:
         return False
 
-    __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
+    __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = (
+        __rtruediv__
+    ) = _same
     __and__ = __or__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = _same
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 

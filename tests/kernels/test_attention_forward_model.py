@@ -19,7 +19,7 @@ import torch
 from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention import hopper_forward, hopper_softmax
 from fuselm.kernels.attention.hopper_common import python_function
-from fuselm.kernels.launch.attention_hopper import Softmax
+from fuselm.kernels.launch.attention_hopper import HopperForwardLaunch, Softmax, Turns
 
 FORMS = get_args(Softmax)
 LOG2E = common.LOG2E
@@ -140,10 +140,11 @@ class _Pointer:
 
 
 class _Slots:
-    """Barriers of a ring; `waited` is called with a slot and the phase that a consumer waits for."""
+    """Barriers of a ring; `waited` is called with a slot and the phase that a consumer waits for, `arrived` with the
+    slot of one that it arrives at."""
 
-    def __init__(self, waited: Any = lambda slot, phase: None) -> None:
-        self.waited = waited
+    def __init__(self, waited: Any = lambda slot, phase: None, arrived: Any = lambda slot: None) -> None:
+        self.waited, self.arrived = waited, arrived
 
     def index(self, slot: Any) -> tuple[_Slots, int]:
         return self, int(slot)
@@ -152,14 +153,17 @@ class _Slots:
 class _Model:
     """One consumer's share of tiles [(first query, queries, keys)], each of a sequence of its own."""
 
-    def __init__(self, tiles: list, q: list, k: list, v: list, block_n: int, stages: int, **options: Any) -> None:
-        self.tiles, self.q, self.k, self.v, self.block_n, self.stages = tiles, q, k, v, block_n, stages
+    def __init__(self, tiles: list, q: list, k: list, v: list, launch: HopperForwardLaunch, **options: Any) -> None:
+        self.tiles, self.q, self.k, self.v, self.launch = tiles, q, k, v, launch
+        self.block_n, self.stages = block_n, stages = launch.block_n, launch.stages
         self.causal, self.window = options["causal"], options["window"]
         self.blocks: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
-        self.loaded, self.freed, self.raised, self.step = {"k": 0, "v": 0}, {"k": 0, "v": 0}, 0, 0
+        self.loaded, self.freed, self.raised, self.step = dict.fromkeys("qkv", 0), dict.fromkeys("qkv", 0), 0, 0
+        self.turns: list[int] = []
+        self.stored = 0
         head_dim = q[0].shape[1]
         self.rings = {name: _tensor(torch.full((stages, block_n, head_dim), math.nan)) for name in "kv"}
-        self.q_buffer = _tensor(torch.full((1, 64, head_dim), math.nan))
+        self.q_buffers = _tensor(torch.full((2 * launch.query_buffers, 64, head_dim), math.nan))
         self.o_buffer = _tensor(torch.full((1, 64, head_dim), math.nan))
         self.plan: list[list[torch.Tensor]] = [[], []]
         self.out = [torch.full((n, head_dim), math.nan) for _, n, _ in tiles]
@@ -179,9 +183,6 @@ class _Model:
         start = sum(n for _, n, _ in self.tiles[: self.step])
         numbers = (count, 0, 0, first, rows, start, others, begin + count - 1, *full)
         self.plan[slot] = [torch.tensor(x) for x in numbers]
-        self.q_buffer[0] = 0
-        own = self.q[self.step][first : first + 64]
-        self.q_buffer[0, : len(own)] = own
         for i in range(count):
             at = (begin + count - 1 - i) * self.block_n
             for name, source in (("k", self.k), ("v", self.v)):
@@ -190,6 +191,20 @@ class _Model:
                 block[: len(part)] = part
                 self.blocks[name].append(block)
         self.step += 1
+
+    def load_queries(self, slot: int, phase: int) -> None:
+        tile, buffers = self.loaded["q"], self.launch.query_buffers
+        assert tile < self.step and (slot, phase) == (tile % buffers * 2, tile // buffers & 1)
+        assert tile - self.freed["q"] < buffers, "the queries' buffer was not handed back"
+        own = self.q[tile][self.tiles[tile][0] :][:64]
+        self.q_buffers[slot] = 0
+        self.q_buffers[slot, : len(own)] = own
+        self.loaded["q"] += 1
+
+    def hand_back_queries(self, slot: int) -> None:
+        assert slot == self.freed["q"] % self.launch.query_buffers * 2
+        self.q_buffers[slot] = math.nan
+        self.freed["q"] += 1
 
     def load(self, name: str) -> Any:
         def waited(slot: int, phase: int) -> None:
@@ -201,17 +216,13 @@ class _Model:
 
         return _Slots(waited)
 
-    def free(self, name: str) -> Any:
-        slots = _Slots()
-        slots.arrived = lambda slot: self.hand_back(name, slot)  # type: ignore[attr-defined]
-        return slots
+    def hand_back(self, names: str, slot: int) -> None:
+        for name in names:
+            assert slot == self.freed[name] % self.stages
+            self.freed[name] += 1
+            self.rings[name][slot] = math.nan
 
-    def hand_back(self, name: str, slot: int) -> None:
-        assert slot == self.freed[name] % self.stages
-        self.freed[name] += 1
-        self.rings[name][slot] = math.nan
-
-    def run(self, scale: float, softmax: str, polynomial: bool, turns: bool) -> None:
+    def run(self, scale: float) -> None:
         ptx = _Ptx()
         gl = SimpleNamespace(
             program_id=lambda axis: 0, float32=torch.float32, int32=torch.int32, int64=torch.int64,
@@ -223,17 +234,19 @@ class _Model:
             maximum=torch.maximum, minimum=lambda a, b: torch.minimum(*map(torch.as_tensor, (a, b))),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
             convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=ptx, store=self.store,
+            cast=lambda x, dtype: x.to(dtype),
         )  # fmt: skip
         barrier = SimpleNamespace(
             wait=lambda at, phase: at[0].waited(at[1], int(phase)),
-            arrive=lambda at, count: getattr(at[0], "arrived", lambda slot: None)(at[1]),
+            arrive=lambda at, count: at[0].arrived(at[1]),
         )
         scope: dict[str, Any] = {
             "gl": gl, "tl": SimpleNamespace(constexpr=Any), "mbarrier": barrier, "matrix": lambda x: x,
             "noted": lambda plan, slot, index: self.plan[int(slot)][index], "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else deps,
             "tma": SimpleNamespace(store_wait=lambda n: None), "fence_async_shared": lambda: None,
-            "store_rows": self.store_rows,
+            "store_rows": self.store_rows, "take_turn": lambda me: self.turns.append(me),
+            "give_turn": lambda other: self.turns.append(other),
         }  # fmt: skip
         for module in (hopper_softmax, hopper_forward):
             for name, function in vars(module).items():
@@ -241,7 +254,7 @@ class _Model:
                 if inspect.isfunction(plain) and plain.__module__ == module.__name__ and name != "hopper_forward":
                     source = textwrap.dedent(inspect.getsource(plain))
                     exec("from __future__ import annotations\n" + source[source.index("def ") :], scope)
-        scope |= {"_packed": lambda p, dtype: p.to(dtype), "_left": lambda p, dtype, left: p}
+        scope |= {"packed": lambda p, dtype: p.to(dtype), "left_operand": lambda p, dtype, left: p}
         raise_maximum = scope["raise_maximum"]
 
         def counted(*args: Any) -> Any:
@@ -249,25 +262,31 @@ class _Model:
             return raise_maximum(*args)
 
         scope["raise_maximum"] = counted
-        if FORMS.index(softmax) > 1:
+        if FORMS.index(self.launch.softmax) > 1:
             scope["declare_surpassed"]()
         k_s, v_s = (
             SimpleNamespace(index=ring.__getitem__, dtype=torch.float32) for ring in (self.rings["k"], self.rings["v"])
         )
         hold = SimpleNamespace(index=lambda i: SimpleNamespace(store=lambda x: None))
-        q_s, o_s = (SimpleNamespace(index=x.__getitem__) for x in (self.q_buffer, self.o_buffer))
+        q_s, o_s = (SimpleNamespace(index=lambda i, x=x: x[int(i)]) for x in (self.q_buffers, self.o_buffer))
         buffers = (q_s, k_s, v_s, o_s, hold, self.plan)
-        other = _Slots()
+        other, launch = _Slots(), self.launch
+        free_k = other if launch.joint else _Slots(arrived=lambda slot: self.hand_back("k", slot))
+        free_v = _Slots(arrived=lambda slot: self.hand_back("kv" if launch.joint else "v", slot))
         barriers = (
-            _Slots(self.announce), other, other, other, self.load("k"), self.free("k"), self.load("v"), self.free("v"),
-            other,
+            _Slots(self.announce), other, _Slots(self.load_queries), _Slots(arrived=self.hand_back_queries),
+            self.load("k"), free_k, self.load("v"), free_v, other,
         )  # fmt: skip
         scope["_consume"](
             buffers, barriers, 0, 1, self.window, SimpleNamespace(dtype=torch.float32), _Pointer(self.lse2),
             scale * LOG2E, 0, True, self.causal, self.window > 0, 2, self.block_n, self.q[0].shape[1], self.stages,
-            FORMS.index(softmax), polynomial, turns,
+            FORMS.index(launch.softmax), launch.polynomial, get_args(Turns).index(launch.turns), launch.joint,
+            launch.query_buffers, launch.ahead,
         )  # fmt: skip
-        assert self.freed == self.loaded == {name: len(blocks) for name, blocks in self.blocks.items()}
+        steps = len(self.blocks["k"]) - len(self.tiles)
+        assert self.turns == [0, 1] * (steps if launch.turns == "named" else 0)
+        blocks = {name: len(blocks) for name, blocks in self.blocks.items()}
+        assert self.freed == self.loaded == blocks | {"q": len(self.tiles)}
 
     @staticmethod
     def multiply(
@@ -279,12 +298,11 @@ class _Model:
     def store(pointer: _Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
         pointer.values[pointer.at[mask]] = torch.Tensor(value)[mask]
 
-    def store_rows(
-        self, desc: Any, batch: Any, begin: Any, rows: Any, row: Any, head: Any, o: Any, packed: bool
-    ) -> None:
-        tile = self.step - 1
-        own = self.out[tile][int(row) : int(row) + 64]
+    def store_rows(self, *arguments: Any) -> None:
+        _desc, _batch, _begin, _rows, row, _head, o, _packed = arguments
+        own = self.out[self.stored][int(row) : int(row) + 64]
         own.copy_(o[: len(own)])
+        self.stored += 1
 
 
 def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int) -> tuple:
@@ -304,10 +322,20 @@ def _rising(k: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("keys", ["even", "rising", "falling"])
 @pytest.mark.parametrize(
-    ("softmax", "polynomial", "turns"),
-    [*((form, False, True) for form in FORMS), ("lazy", True, True), ("speculative", True, False)],
+    "options",
+    [
+        {},
+        {"softmax": "tree", "turns": "named", "stages": 2},
+        {"softmax": "lazy", "query_buffers": 2, "joint": True},
+        {"softmax": "lazy", "polynomial": True, "query_buffers": 2, "ahead": True, "stages": 2},
+        {"softmax": "speculative", "turns": "none", "stages": 4},
+        {"softmax": "speculative", "polynomial": True, "query_buffers": 2, "ahead": True, "joint": True},
+    ],
+    ids=str,
 )
-def test_a_consumer_computes_attention(softmax, polynomial, turns, keys):
+def test_a_consumer_computes_attention(options, keys):
+    launch = HopperForwardLaunch(**{"consumers": 2, "block_n": 64, "stages": 3, "section_bytes": 0, **options})
+    softmax = launch.softmax
     generator = torch.Generator().manual_seed(3)
     for causal, window, tiles in (
         (True, 0, [(0, 64, 64), (128, 192, 192), (64, 100, 400), (0, 64, 20), (256, 300, 300)]),
@@ -317,8 +345,8 @@ def test_a_consumer_computes_attention(softmax, polynomial, turns, keys):
         q, k, v = ([torch.randn(tile[i], 16, generator=generator) for tile in tiles] for i in (1, 2, 2))
         if keys != "even":
             k = [_rising(x) if keys == "rising" else _rising(x.flip(0)).flip(0) for x in k]
-        model = _Model(tiles, q, k, v, 64, 2 if turns else 3, causal=causal, window=window)
-        model.run(0.25, softmax, polynomial, turns)
+        model = _Model(tiles, q, k, v, launch, causal=causal, window=window)
+        model.run(0.25)
         start = 0
         for i, (first, rows, _) in enumerate(tiles):
             out, lse = _expected(q[i], k[i], v[i], 0.25, causal, window)
@@ -367,8 +395,9 @@ def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
     k = torch.full((100, 16), 8.0) + torch.arange(100)[:, None] * 1e-3
     v = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
     for softmax, scale, window in itertools.product(FORMS, (1.0, 1e-41), (0, 70)):
-        model = _Model([(0, 64, 100)], [q], [k], [v], 64, 2, causal=True, window=window)
-        model.run(scale, softmax, False, True)
+        launch = HopperForwardLaunch(2, 64, 2, 0, softmax)
+        model = _Model([(0, 64, 100)], [q], [k], [v], launch, causal=True, window=window)
+        model.run(scale)
         out, lse = _expected(q, k, v, scale, True, window)
         assert torch.allclose(model.out[0].double(), out, rtol=1e-4, atol=1e-4)
         assert torch.allclose(model.lse2.double() / LOG2E, lse, rtol=1e-5)
