@@ -192,12 +192,12 @@ def _step(
         mbarrier.arrive(v_empty.index(before), count=1)
         if above:
             acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
-        p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
+        p, sums = probabilities(s, offset, score_scale, POLYNOMIAL, BLOCK_N)
         p = packed(p, v_s.dtype)
         row_sum += sums
     else:
         offset = offset_of(row_max, score_scale)
-        p, sums = probabilities(s, offset, score_scale, MASKED, POLYNOMIAL, BLOCK_N)
+        p, sums = probabilities(s, offset, score_scale, POLYNOMIAL, BLOCK_N)
         maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
         sums = pin(sums)
         p = packed(p, v_s.dtype)
@@ -205,7 +205,7 @@ def _step(
         mbarrier.arrive(v_empty.index(before), count=1)
         if above:
             acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
-            again, sums = probabilities(s, offset, score_scale, MASKED, False, BLOCK_N)
+            again, sums = probabilities(s, offset, score_scale, False, BLOCK_N)
             p = packed(again, v_s.dtype)
         row_sum += sums
     return acc, p, row_max, row_sum, done + 1, turn + 1

@@ -157,15 +157,15 @@ def raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores: tl.constex
 
 
 @gluon_jit
-def probabilities(s, offset, score_scale, MASKED: tl.constexpr, POLYNOMIAL: tl.constexpr, BLOCK_N: tl.constexpr):
+def probabilities(s, offset, score_scale, POLYNOMIAL: tl.constexpr, BLOCK_N: tl.constexpr):
     """(P, its sums by thread); with POLYNOMIAL one of four by arithmetic, as the unit for 2^x has no more to give.
 
     2^x = 2^n · 2^f, with n the integer nearest to x: adding 1.5·2^23 leaves n in the low bits. 2^f is a polynomial with
-    relative errors up to 2.6e-6, fitted on [-1/2, 1/2]. NaN stays NaN; x below -126 gives 2^-126 instead of 0, for
-    which reason masked scores are left to the unit.
+    relative errors up to 2.9e-6, fitted on [-1/2, 1/2]. NaN stays NaN, and x below -126.5, whose n would be -127, has
+    the exponent of 0.
     """
     x = s * score_scale - offset[:, None]
-    if POLYNOMIAL and not MASKED:
+    if POLYNOMIAL:
         p = gl.inline_asm_elementwise(
             """
             {
@@ -174,14 +174,14 @@ def probabilities(s, offset, score_scale, MASKED: tl.constexpr, POLYNOMIAL: tl.c
                 ex2.approx.ftz.f32 $0, $4;
                 ex2.approx.ftz.f32 $1, $5;
                 ex2.approx.ftz.f32 $2, $6;
-                max.NaN.f32 x, $7, 0fC2FC0000;
+                max.NaN.f32 x, $7, 0fC2FE0000;
                 add.rn.f32 r, x, 0f4B400000;
                 sub.rn.f32 n, r, 0f4B400000;
                 sub.rn.f32 f, x, n;
-                fma.rn.f32 p, f, 0f3C1CCBEB, 0f3D650A20;
-                fma.rn.f32 p, p, f, 0f3E76036D;
-                fma.rn.f32 p, p, f, 0f3F31706E;
-                fma.rn.f32 p, p, f, 0f3F7FFFF4;
+                fma.rn.f32 p, f, 0f3C1D0166, 0f3D64FE23;
+                fma.rn.f32 p, p, f, 0f3E7601BC;
+                fma.rn.f32 p, p, f, 0f3F317096;
+                fma.rn.f32 p, p, f, 0f3F800000;
                 mov.b32 bits, r;
                 shl.b32 bits, bits, 23;
                 add.u32 bits, bits, 0x3F800000;

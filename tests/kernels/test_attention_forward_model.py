@@ -406,11 +406,12 @@ def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
 def test_the_polynomial_is_as_exact_as_it_says():
     scope = _plain((hopper_softmax.probabilities, hopper_softmax._thread_sums), _Ptx())
     x = torch.linspace(-125.9, 8.0, 64 * 4096).reshape(64, 4096)
-    p, sums = scope["probabilities"](_tensor(x), torch.zeros(64), 1.0, False, True, 4096)
+    p, sums = scope["probabilities"](_tensor(x), torch.zeros(64), 1.0, True, 4096)
     exact = torch.exp2(x.double())
     error = (torch.Tensor(p).double() / exact - 1).abs()
-    assert 1e-7 < float(error.max()) < 2.7e-6
+    assert 1e-7 < float(error.max()) < 2.95e-6
     assert torch.allclose(torch.Tensor(sums).sum(1).double(), exact.sum(1), rtol=1e-5)
-    odd = _tensor(torch.tensor([-math.inf, -1e30, math.nan, -126.5] * 16).reshape(64, 1).repeat(1, 8))
-    p, _ = scope["probabilities"](odd, torch.zeros(64), 1.0, False, True, 8)
-    assert torch.Tensor(p)[2::4].isnan().all() and float(torch.Tensor(p)[0::4].max()) <= 2.0**-126
+    odd = _tensor(torch.tensor([-math.inf, -1e30, math.nan, -126.6] * 16).reshape(64, 1).repeat(1, 8))
+    p, _ = scope["probabilities"](odd, torch.zeros(64), 1.0, True, 8)
+    assert torch.Tensor(p)[2::4].isnan().all() and not torch.Tensor(p)[[0, 1]].any()
+    assert torch.Tensor(p)[3].max() < 2.0**-126 and not torch.Tensor(p)[3, 3::4].any()
