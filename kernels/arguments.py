@@ -1,4 +1,4 @@
-"""Checks of arguments that all ops share."""
+"""Checks of arguments that all ops share, and what dtype a linear layer computes in."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
     for name, value in (optional or {}).items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise TypeError(_refusal(name, value, "a torch.Tensor or None"))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch.autocast multiplies in on `device`; None outside of it."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which has no autocast, and would raise
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def _refusal(name: str, value: object, expected: str) -> str:

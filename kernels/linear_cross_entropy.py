@@ -21,12 +21,13 @@ Under torch.autocast the multiplications run in the autocast dtype; dx and dW ha
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from fuselm.kernels._triton import Backend, select_backend
-from fuselm.kernels.arguments import check_tensors
+from fuselm.kernels.arguments import autocast_dtype, check_tensors
 from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy import (
     KERNEL_DTYPES,
@@ -337,11 +338,15 @@ def check_linear_inputs(
         raise ValueError(f"x has shape {tuple(x.shape)}: expected (..., {weight.shape[1]}), the dim of weight")
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}, x on {x.device}: move them to one device")
+    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
+        if value is not None and not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}, of type {type(value).__name__}: expected None or an int")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected None or a number of rows >= 1")
     dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    autocast = autocast_dtype(x.device)
+    if autocast is not None and torch.float64 not in (x.dtype, weight.dtype):
+        dtype = autocast
     elif x.dtype != weight.dtype:
         raise TypeError(
             f"weight has dtype {weight.dtype}, x {x.dtype}: outside torch.autocast both need one dtype; cast one"

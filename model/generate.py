@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fuselm.kernels.arguments import autocast_dtype
 from fuselm.model.decode_step import DecodeStep
 from fuselm.model.kv_cache import KVCache
 from fuselm.model.text_stream import Decode, TextStream
@@ -159,9 +160,7 @@ def _decode(
         return
     batch, length = tokens.shape
     device = tokens.device
-    dtype = model.embedding.weight.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    dtype = autocast_dtype(device) or model.embedding.weight.dtype
     # The last token drawn is never fed back.
     cache = KVCache(model.config, batch, length + count - 1, device, dtype)
     last = torch.full((batch,), length - 1, device=device) if lengths is None else lengths.long() - 1

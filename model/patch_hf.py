@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fuselm.kernels._triton import Backend, select_backend
+from fuselm.kernels.arguments import autocast_dtype
 from fuselm.kernels.attention.api import MAX_HEAD_DIM, MIN_HEAD_DIM, attention
 from fuselm.kernels.cross_entropy import cross_entropy
 from fuselm.kernels.decode_attention import decode_attention
@@ -146,8 +147,8 @@ def _mlp_forward(backend: Backend) -> Callable[..., torch.Tensor]:
         gate, up = self.gate_proj, self.up_proj
         if all(type(linear) is nn.Linear and linear.bias is None for linear in (gate, up)):
             tensors = (x.reshape(-1, x.shape[-1]), gate.weight, up.weight)
-            if torch.is_autocast_enabled(x.device.type):
-                tensors = (t.to(torch.get_autocast_dtype(x.device.type)) for t in tensors)
+            if (dtype := autocast_dtype(x.device)) is not None:
+                tensors = (t.to(dtype) for t in tensors)
             packed: Any = _GateUp.apply(*tensors)
             packed = packed.view(*x.shape[:-1], -1)
         else:  # with a bias, or an adapter around them

@@ -230,6 +230,18 @@ def test_frozen_inputs_get_no_gradient(spec, device, generator):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_meta_tensors_give_shapes(spec, device, generator):
+    inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
+    outputs, grads, _ = _run(spec.function, inputs, None, backend="reference")
+    on_meta = {n: t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+               for n, t in inputs.items()}  # fmt: skip
+    cotangents = [torch.ones_like(t) for t in _tensors(spec.function(**on_meta)) if t.requires_grad]
+    there, there_grads, _ = _run(spec.function, on_meta, cotangents)
+    assert [(t.shape, t.dtype) for t in there] == [(t.shape, t.dtype) for t in outputs]
+    assert {n: t.shape for n, t in there_grads.items()} == {n: t.shape for n, t in grads.items()}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_compiles_whole_and_equals_eager(spec, device, generator):
     inputs = spec.make_inputs(spec.test_cases[0], torch.float32, device, generator)
     eager, grads, cotangents = _run(spec.function, inputs, None)

@@ -121,7 +121,7 @@ def test_a_rank_that_stands_still_first_is_not_taken_for_lost(monkeypatch, capsy
 @pytest.mark.parametrize("fault", ["stands still", "fails"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_that_gets_nowhere_holds_up_no_end(fault, monkeypatch):
-    """To a file system that does not answer, or a terminal that takes no text, which may be why the run stands still."""
+    """A file system does not answer, or a terminal takes no text: it may be why the run stands still."""
     held = threading.Event()
 
     def told(_: str) -> None:
