@@ -27,6 +27,8 @@ def ring_refusal(
     if vocab % RING_COLUMNS:
         return f"rows of {vocab} logits are no multiple of {RING_COLUMNS}"
     for x in (logits, gradient):
+        if outer * inner > 1 and not _row_stride(x):
+            return "rows share one place, and TMA takes no stride of 0"
         if x.data_ptr() % 32 or (outer * inner > 1 and _row_stride(x) * x.element_size() % 32):
             return "rows do not begin at multiples of 32 bytes, or at no constant distance"
     return None

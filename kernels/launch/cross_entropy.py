@@ -43,6 +43,7 @@ class PartsLaunch:
 
 
 RING_COLUMNS = 64  # of a chunk as TMA sees it: 128 bytes, one row of its widest swizzle
+_RING_SHARED = 232448  # bytes that a program may have on Hopper, of which the rings below leave some 3000
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     not hold, up to the length that was measured, have one group of warps, which brings the three chunks of 16 that do
     not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261.
     """
-    if profile.arch != 90 or not 40960 <= vocab <= 131072:
+    if profile.arch != 90 or profile.shared_memory < _RING_SHARED or not 40960 <= vocab <= 131072:
         return None
     launch = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
     return launch if launch.holds(vocab) else RingLaunch(tile=128, slots=13, num_warps=16)

@@ -3,6 +3,7 @@ values on a GPU. Their protocol: test_cross_entropy_ring_protocol.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -38,6 +39,10 @@ def _logits(rows: int, vocab: int, pitch: int = 0, start: int = 0, dtype: torch.
         (_logits(12, 128).view(4, 3, 128)[::2, :2], "no constant distance"),
         (_logits(3, 128, pitch=136), "32 bytes"),
         (_logits(3, 128, start=8), "32 bytes"),
+        (_logits(1, 128).expand(1, 3, 128), "stride of 0"),
+        (_logits(1, 128).expand(3, 1, 128), "stride of 0"),
+        (_logits(1, 128).expand(3, 2, 128), "stride of 0"),
+        (_logits(3, 128).view(3, 1, 128).expand(3, 2, 128), "no constant distance"),
         (_logits(3, 120), "multiple of 64"),
         (_logits(3, 128, dtype=torch.float32), "fp32"),
     ],
@@ -73,6 +78,7 @@ def test_rows_that_are_kept_in_shared_memory():
         assert ring_launch(vocab, HOPPER) is None
     for arch, vocab in itertools.product((80, 100, 120), (50304, 128256)):
         assert ring_launch(vocab, KNOWN_PROFILES[arch]) is None
+    assert ring_launch(50304, dataclasses.replace(HOPPER, shared_memory=166912)) is None
 
 
 _COMPILED = """
