@@ -71,10 +71,11 @@ class LoRALinear(nn.Linear):
         self._before: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = nn.functional.linear(input, self.weight)
         if self._before is not None:
-            return out
-        return out + nn.functional.linear(nn.functional.linear(input, self.lora_a), self.lora_b) * self.scale
+            return nn.functional.linear(input, self.weight)
+        # The adapter first: a recomputation ends where nothing more is kept, which is then before the large matmul.
+        adapted = nn.functional.linear(nn.functional.linear(input, self.lora_a), self.lora_b) * self.scale
+        return nn.functional.linear(input, self.weight) + adapted
 
     @torch.no_grad()
     def merge(self) -> None:

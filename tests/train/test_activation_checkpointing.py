@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fuselm.model.config import LlamaConfig
 from fuselm.model.llama import Llama
+from fuselm.model.lora import LoRAConfig, adapted_layers, add_lora
 from fuselm.train.parallelize import apply_activation_checkpointing
 
 LAYERS = 2
@@ -67,6 +69,32 @@ def test_gradients_are_the_same_where_nothing_watches(mode, device):
         loss.backward()
         results.append([loss, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_recomputing_the_activation_repeats_no_matmul_of_the_model(rank):
+    """Also where adapters, whose own are small, keep something of the layer behind it."""
+    config = LlamaConfig.from_preset(
+        "debug", vocab_size=97, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=112, kernels="eager"
+    )
+    tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+    operations, gradients = {}, {}
+    for mode in ("none", "swiglu"):
+        model = Llama(config)
+        if rank:
+            add_lora(model, LoRAConfig(rank=rank))
+            torch.nn.init.ones_(adapted_layers(model)["blocks.0.mlp.down"].lora_b)
+        if mode != "none":
+            apply_activation_checkpointing(model, mode)
+        loss = model(tokens, tokens)
+        with FlopCounterMode(display=False) as count:
+            loss.backward()
+        operations[mode] = count.get_total_flops()
+        gradients[mode] = [p.grad for p in model.parameters() if p.requires_grad]
+    adapter = 2 * 48 * rank * (112 + 32)  # of the matmul that is recomputed, and of its like
+    assert 0 <= operations["swiglu"] - operations["none"] <= adapter
+    for a, b in zip(gradients["none"], gradients["swiglu"], strict=True):
         assert torch.equal(a, b)
 
 
