@@ -309,7 +309,8 @@ class FineTuning:
         held = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.element_size()) for p in self.model.parameters())
         same = f"with --global-batch-size {rows} a step stays the same"
         names = Names("--recompute", "--micro-batch-size", "--seq-len", same)
-        return out_of_memory(error, config, self.world, state_bytes=held, names=names)
+        keeps = self.lora is None or "down" in self.lora.targets
+        return out_of_memory(error, config, self.world, state_bytes=held, keeps_swiglu=keeps, names=names)
 
     def _validate(self, when: str, step: int) -> None:
         if self.validation is not None:

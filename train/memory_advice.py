@@ -36,6 +36,7 @@ def out_of_memory(
     world: World,
     *,
     state_bytes: float | None = None,
+    keeps_swiglu: bool = True,
     names: Names | None = None,
 ) -> str:
     """The message for a run that ran out of memory.
@@ -45,6 +46,7 @@ def out_of_memory(
         config: resolved.
         world: of this rank.
         state_bytes: of parameters, gradients and moments on all ranks; by default those of training all weights.
+        keeps_swiglu: as in `advice`.
         names: of the command's options; by default pretrain.py's.
     """
     first = str(error).partition("\n")[0]
@@ -56,12 +58,25 @@ def out_of_memory(
         state_bytes = parameter_counts(config.model)[0] * STATE_BYTES
     state, peak = state_bytes / world.size / 2**30, memory_gib(world.device)
     return f"out of memory on rank {world.rank} ({first}): " + advice(
-        total=total, state=state, peak=peak, config=config, ranks=world.size, names=names or Names()
+        total=total,
+        state=state,
+        peak=peak,
+        config=config,
+        ranks=world.size,
+        keeps_swiglu=keeps_swiglu,
+        names=names or Names(),
     )
 
 
 def advice(
-    *, total: float, state: float, peak: float, config: TrainConfig, ranks: int, names: Names | None = None
+    *,
+    total: float,
+    state: float,
+    peak: float,
+    config: TrainConfig,
+    ranks: int,
+    keeps_swiglu: bool = True,
+    names: Names | None = None,
 ) -> str:
     """What takes the memory, and what would take less, the cheapest way first.
 
@@ -71,6 +86,7 @@ def advice(
         peak: GiB that were in use at most; what failed to fit is not among them.
         config: resolved.
         ranks: processes.
+        keeps_swiglu: whether the backward pass needs what SwiGLU gives, as that of a frozen layer behind it does not.
         names: of the command's options; by default pretrain.py's.
     """
     names = names or Names()
@@ -85,7 +101,7 @@ def advice(
     smaller = [m for m in range(micro - 1, 0, -1) if training.global_batch_size % (m * ranks) == 0]
     fitting = [m for m in smaller if state + m * each <= 0.85 * total] or smaller[-1:]
     ways = []
-    if parallel.activation_checkpointing == "none" and state < 0.95 * total:
+    if parallel.activation_checkpointing == "none" and keeps_swiglu and state < 0.95 * total:
         width = getattr(torch, parallel.param_dtype).itemsize
         kept = config.model.num_layers * micro * training.seq_len * config.model.ffn_dim * width / 2**30
         ways.append(f"set {names.recompute} to swiglu (about {kept:.1f} GiB less, hardly slower)")

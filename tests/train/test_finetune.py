@@ -207,10 +207,14 @@ def test_swiglu_is_computed_again_and_the_gradient_stays(base: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA: no 2 GiB.\nMore."), RuntimeError("can't allocate memory")]
+    ("error", "targets"),
+    [
+        (torch.OutOfMemoryError("CUDA: no 2 GiB.\nMore."), "down"),
+        (RuntimeError("can't allocate memory"), "qkv"),  # a frozen layer keeps nothing of the activation before it
+    ],
 )
 def test_out_of_memory_names_the_options_of_this_command(
-    error, base: Path, tmp_path: Path, capsys, monkeypatch
+    error, targets, base: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -221,7 +225,7 @@ def test_out_of_memory_names_the_options_of_this_command(
     monkeypatch.setattr(finetune, "forward_backward", fails)
     monkeypatch.setattr("os._exit", leave)
     data = write(tmp_path / "facts.jsonl", FACTS)
-    options = ["--runs", str(tmp_path), "--lora-rank", "2", "--steps", "1"]
+    options = ["--runs", str(tmp_path), "--lora-rank", "2", "--lora-targets", targets, "--steps", "1"]
     try:
         with pytest.raises(SystemExit) as done:
             finetune.main([str(base), str(data), *FAST, *options])
@@ -229,7 +233,9 @@ def test_out_of_memory_names_the_options_of_this_command(
         distributed.stop(distributed.World(0, 0, 1, torch.device("cpu")))
     said = capsys.readouterr().err
     assert done.value.code == 2 and said.startswith("error: out of memory on rank 0") and said.count("\n") == 1
-    ways = [said.find(f"set --{way}") for way in ("recompute to swiglu", "micro-batch-size to 1", "recompute to full")]
+    wanted = ["recompute to swiglu", "micro-batch-size to 1", "recompute to full"][targets == "qkv" :]
+    ways = [said.find(f"set --{way}") for way in wanted]
+    assert said.count("set --") == len(wanted)
     assert -1 not in ways and ways == sorted(ways), said
     assert "with --global-batch-size 2 a step stays the same" in said and "parallel." not in said
 
