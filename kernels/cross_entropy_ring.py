@@ -76,8 +76,8 @@ def launch_ring(
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
     if launch.writers:
-        if not launch.holds(vocab):
-            raise ValueError(f"{launch}: {vocab} logits do not fit in its slots")
+        if launch.kept or not launch.holds(vocab):
+            raise ValueError(f"{launch}: {vocab} logits do not fit in its slots, and writers keep none of them")
         kernel = cross_entropy_groups_kernel
         form = {
             "AHEAD": 2,
@@ -86,7 +86,9 @@ def launch_ring(
             "REGISTERS": launch.max_registers,
         }
     else:
-        kernel, form = cross_entropy_ring_kernel, {"WARPS": launch.num_warps}
+        if launch.kept and vocab <= launch.kept * launch.tile * RING_COLUMNS:
+            raise ValueError(f"{launch}: {vocab} logits are no more than what is kept in registers")
+        kernel, form = cross_entropy_ring_kernel, {"WARPS": launch.num_warps, "KEPT": launch.kept}
     kernel[(min(rows, num_sms),)](
         _descriptor(logits, launch.tile),
         logits,

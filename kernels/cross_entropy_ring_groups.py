@@ -138,7 +138,7 @@ def cross_entropy_groups_kernel(
                      SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, AHEAD, READERS)),
             (_write, (slots, full, empty, notes, ready, taken, gradient_ptr, rows, gradient_stride, vocab,
                       TILE, SLOTS, AHEAD, WRITERS)),
-            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS)),
+            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS, 0)),
         ],
         [WRITERS, 1],
         [REGISTERS, 24],

@@ -6,10 +6,11 @@ chunk leaves its slot when its last reader is done, and what takes its place may
 read while this row's gradient is written, which programs that read first and write then leave to chance. Load number m
 goes to slot m % SLOTS.
 
-Here one group of warps does both passes; in cross_entropy_ring_groups.py two share them. Chunks of a row for which
-there is no room between the passes are loaded once more, out of L2. Loads of a row, in order: its chunks 0 .. n - 1,
-then 0 .. again - 1 a second time, where again = max(n - SLOTS, 0). The slots are freed in the order of the loads: the
-first pass frees the first `again` chunks, the second pass the others, then those that came twice.
+Here one group of warps does both passes; in cross_entropy_ring_groups.py two share them. The first KEPT chunks of a row
+stay in the registers of its readers between the passes. Chunks for which there is no room at all are loaded once more,
+out of L2. Loads of a row, in order: its chunks 0 .. n - 1, then KEPT .. KEPT + again - 1 a second time, where again =
+max(n - KEPT - SLOTS, 0). The slots are freed in the order of the loads: the first pass frees the first KEPT + again
+chunks, the second pass the others, then those that came twice.
 
 Slots are read by the generic proxy and overwritten by the async one. A thread that has asked for a slot's logits may
 not have them yet when it arrives at a barrier: only a proxy fence of each reader, before a barrier of all of them,
@@ -41,17 +42,19 @@ def chunks_of(vocab, TILE: tl.constexpr):
 
 
 @gluon_jit
-def bring_rows(slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr):
+def bring_rows(
+    slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr
+):  # fmt: skip
     """The chunks of each of the program's rows, then those that do not stay once more."""
     chunks = chunks_of(vocab, TILE)
-    again = max(chunks - SLOTS, 0)
+    again = max(chunks - KEPT - SLOTS, 0)
     number = gl.program_id(0) * 0  # loads so far, over all rows
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         for step in range(chunks + again):
             slot = number % SLOTS
             mbarrier.wait(empty.index(slot), number // SLOTS & 1 ^ 1)
             mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-            chunk = gl.where(step < chunks, step, step - chunks)
+            chunk = gl.where(step < chunks, step, step - chunks + KEPT)
             tma_load(desc, [row, chunk * TILE, 0], full.index(slot), slots.index(slot))
             number += 1
 
@@ -213,6 +216,13 @@ def columns_of(TILE: tl.constexpr, WARPS: tl.constexpr):
 
 
 @gluon_jit
+def write_chunk(z, sink, columns, reference, factor, zero):
+    """The gradient of a whole chunk of logits."""
+    d = gradient_of(z.to(gl.float32), reference, factor, zero)
+    gl.store(sink + columns, d.to(sink.dtype.element_ty), eviction_policy="evict_first")
+
+
+@gluon_jit
 def write_chunks(
     slots, full, empty, begin, end, sink, columns, reference, factor, zero,
     WAIT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
@@ -224,9 +234,7 @@ def write_chunks(
             mbarrier.wait(full.index(slot), number // SLOTS & 1)
         z = load_chunk(slots, slot, TILE, WARPS)
         release(empty, slot)
-        d = gradient_of(z.to(gl.float32), reference, factor, zero)
-        chunk = sink + (number - begin) * (TILE * 64)
-        gl.store(chunk + columns, d.to(sink.dtype.element_ty), eviction_policy="evict_first")
+        write_chunk(z, sink + (number - begin) * (TILE * 64), columns, reference, factor, zero)
 
 
 @gluon_jit
@@ -252,10 +260,10 @@ def _consume(
     slots, full, empty, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, gradient_ptr, scale_ptr, grad_lse_ptr,
     scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     chunks = chunks_of(vocab, TILE)
-    again = max(chunks - SLOTS, 0)
+    again = max(chunks - KEPT - SLOTS, 0)
     columns = columns_of(TILE, WARPS)
     exists = lines_of_last(vocab, chunks, TILE, WARPS)
     base = gl.program_id(0) * 0  # loads used so far, over all rows
@@ -265,12 +273,25 @@ def _consume(
             HAS_SCALE, HAS_GRAD_LSE,
         )  # fmt: skip
         last = base + chunks - 1
+        begin = base + KEPT + again  # from here on they stay in their slots
         reference, s = empty_sum(TILE, WARPS)
+        kept = ()
+        for i in gl.static_range(KEPT):
+            slot = (base + i) % SLOTS
+            mbarrier.wait(full.index(slot), (base + i) // SLOTS & 1)
+            z = load_chunk(slots, slot, TILE, WARPS)
+            release(empty, slot)
+            reference, s = accumulate(reference, s, z.to(gl.float32))
+            kept = kept + (z,)  # noqa: RUF005 - Triton takes no star
         reference, s = sum_chunks(
-            slots, full, empty, base, base + again, reference, s, True, TILE, SLOTS, WARPS
+            slots, full, empty, base + KEPT, begin, reference, s, True, TILE, SLOTS, WARPS
         )  # fmt: skip
-        reference, s = sum_chunks(slots, full, empty, base + again, last, reference, s, False, TILE, SLOTS, WARPS)
-        reference, s = sum_last(slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS)
+        reference, s = sum_chunks(
+            slots, full, empty, begin, last, reference, s, False, TILE, SLOTS, WARPS
+        )  # fmt: skip
+        reference, s = sum_last(
+            slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS
+        )  # fmt: skip
         top, total = sum_of(reference, s)
         rounded, factor, zero, d_target = row_outputs(
             row, top, total, ignored, in_range, x_target, scale, grad_lse, loss_ptr, lse_ptr, lse_low_ptr, z_loss,
@@ -278,8 +299,10 @@ def _consume(
         )  # fmt: skip
         sink = gradient_ptr + gl.cast(row, gl.int64) * gradient_stride
         thread_barrier()  # in place: nobody may write before all have read the target's logit
+        for i in gl.static_range(KEPT):
+            write_chunk(kept[i], sink + i * (TILE * 64), columns, rounded, factor, zero)
         write_chunks(
-            slots, full, empty, base + again, last, sink + again * (TILE * 64), columns, rounded, factor, zero,
+            slots, full, empty, begin, last, sink + (KEPT + again) * (TILE * 64), columns, rounded, factor, zero,
             False, TILE, SLOTS, WARPS,
         )  # fmt: skip
         write_last(
@@ -288,7 +311,8 @@ def _consume(
         )  # fmt: skip
         base = last + 1 + again
         write_chunks(
-            slots, full, empty, last + 1, base, sink, columns, rounded, factor, zero, True, TILE, SLOTS, WARPS
+            slots, full, empty, last + 1, base, sink + KEPT * (TILE * 64), columns, rounded, factor, zero,
+            True, TILE, SLOTS, WARPS,
         )  # fmt: skip
         thread_barrier()  # after the vector that holds the target's element
         gl.store(sink + target, d_target.to(gradient_ptr.dtype.element_ty), mask=in_range & (zero == 0))
@@ -299,7 +323,7 @@ def cross_entropy_ring_kernel(
     logits_desc, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, gradient_ptr, scale_ptr, grad_lse_ptr,
     scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
     SKIP_IGNORED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     slots = ring(logits_desc, SLOTS)
     full = barrier_ring(SLOTS, 1)
@@ -311,10 +335,10 @@ def cross_entropy_ring_kernel(
                 (
                     slots, full, empty, logits_ptr, targets_ptr, loss_ptr, lse_ptr, lse_low_ptr, gradient_ptr,
                     scale_ptr, grad_lse_ptr, scale_stride, rows, stride, gradient_stride, vocab, ignore_index, z_loss,
-                    SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, WARPS,
+                    SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, KEPT, WARPS,
                 ),
             ),
-            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS)),
+            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS, KEPT)),
         ],
         [1],
         [24],

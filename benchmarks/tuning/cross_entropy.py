@@ -21,7 +21,7 @@ CHECKED_ROWS = 64
 # it asks L2 for
 LAUNCHES = {
     "wide": ((32768, 32), (32768, 32, 32768), (16384, 32)),
-    "middle": ((8192, 16), (4096, 16), (4096, 8), (8192, 32)),
+    "middle": ((8192, 16), (4096, 16), (4096, 8), (8192, 32), (8192, 16, 8192), (8192, 16, 16384), (16384, 16)),
 }
 
 
@@ -87,7 +87,18 @@ TARGETS += [
 _GROUPS = (RingLaunch(64, 28, 8, writers=8), RingLaunch(128, 14, 8, writers=8), None)
 RINGS: tuple[tuple[int, int, tuple[RingLaunch | None, ...]], ...] = (
     *((16384, vocab, _GROUPS) for vocab in (40960, 50304, 65536)),
-    (8192, 128256, (RingLaunch(128, 13, 16), None)),
+    (
+        8192,
+        128256,
+        (
+            *(RingLaunch(128, 13, 16, kept=kept) for kept in (5, 3, 4)),
+            *(RingLaunch(64, 27, 16, kept=kept) for kept in (9, 6)),
+            RingLaunch(128, 13, 8, kept=5),
+            RingLaunch(128, 13, 16),
+            None,
+        ),
+    ),
+    (8192, 151936, (RingLaunch(64, 27, 16, kept=10), None)),
 )
 TARGETS += [
     Target(

@@ -57,12 +57,14 @@ class RingLaunch:
         num_warps: warps that compute, or only read where there are writers; a producer counts as four warps more.
         writers: warps that write the gradient of a row while the others read the next one; 0 for one group that does
             both, and loads what does not stay in the slots twice.
+        kept: chunks at a row's beginning that stay in registers instead, fewer than a row has; without writers.
     """
 
     tile: int
     slots: int
     num_warps: int
     writers: int = 0
+    kept: int = 0
 
     @property
     def max_registers(self) -> int:

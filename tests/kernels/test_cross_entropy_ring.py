@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fuselm.kernels._triton import KNOWN_PROFILES
-from fuselm.kernels.cross_entropy_ring import ring_refusal
+from fuselm.kernels.cross_entropy_ring import launch_ring, ring_refusal
 from fuselm.kernels.launch.cross_entropy import RingLaunch, ring_launch
 
 HOPPER = KNOWN_PROFILES[90]
@@ -60,6 +60,16 @@ def test_options_and_devices_that_keep_the_portable_kernel():
         assert "9.0" in str(ring_refusal(logits, logits, KNOWN_PROFILES[arch], False, False))
     gradient = _logits(3, 128, pitch=129)
     assert ring_refusal(logits, gradient, HOPPER, False, False) is not None
+
+
+def test_launches_that_cannot_be():
+    """Refused by name, before anything is launched."""
+    logits, numbers = _logits(3, 8192), torch.zeros(3)
+    for launch in (RingLaunch(64, 28, 8, writers=8, kept=1), RingLaunch(64, 1, 8, 8), RingLaunch(128, 13, 16, kept=1)):
+        with pytest.raises(ValueError, match="8192 logits"):
+            launch_ring(
+                launch, logits, numbers.long(), numbers, numbers, numbers, logits, None, None, -100, 0.0, False, 132
+            )
 
 
 def test_rows_that_slots_hold():
@@ -138,7 +148,8 @@ chosen = [
 ]
 report = []
 rings = [(vocab, launchers.ring_launch(vocab, KNOWN_PROFILES[90])) for vocab in (50304, 128256)]
-for vocab, ring in (*rings, (50304, RingLaunch(128, 14, 8, writers=8))):
+rings += [(50304, RingLaunch(128, 14, 8, writers=8)), (128256, RingLaunch(128, 13, 16, kept=5))]
+for vocab, ring in rings:
     launchers.ring_launch = lambda *_: ring
     ((kernel, numbers),) = launched(lambda: loss_of(vocab))
     ptx = kernel.asm["ptx"]
@@ -169,7 +180,7 @@ def test_compiled_for_hopper():
     names = ("groups", "ring", "forward", "forward")
     assert chosen == [[f"cross_entropy_{name}_kernel"] for name in names] * 2
     # loops that store, places where slots are given back, other arrivals: for the notes
-    for row, (stores, given_back, others) in zip(report, ((2, 2, 2), (3, 4, 0), (2, 2, 2)), strict=True):
+    for row, (stores, given_back, others) in zip(report, ((2, 2, 2), (3, 4, 0), (2, 2, 2), (8, 9, 0)), strict=True):
         assert row["spills"] == 0 and row["fits"] and row["registers"], row
         assert len(row["waits"]) == 1 and row["waits"][0].startswith("UR"), row
         assert row["wide stores"] == stores * row["vectors"], row
@@ -261,6 +272,8 @@ def _values(ring: RingLaunch, shapes: tuple[tuple[int, int], ...]) -> None:
     [
         (RingLaunch(64, 28, 8, writers=8), ((1, 50304), (137, 57408), (300, 28 * 4096), (1000, 40960), (300, 50304))),
         (RingLaunch(128, 13, 16), ((1, 50304), (300, 131072), (137, 128256))),
+        (RingLaunch(128, 13, 16, kept=5), ((1, 50304), (300, 131072), (137, 128256))),
+        (RingLaunch(64, 27, 16, kept=6), ((137, 151936), (300, 131072), (137, 128256))),
     ],
 )
 def test_values_are_those_of_the_portable_kernel(ring, shapes):
