@@ -25,6 +25,7 @@ RUNS = {
     "two": (2, 4, "float32", None),
     "two_accumulated": (2, 1, "float32", None),
     "two_bf16": (2, 4, "bfloat16", None),
+    "two_swiglu": (2, 2, "float32", None),
     "two_from_one": (2, 4, "float32", "one"),
     "two_from_two": (2, 4, "float32", "two"),
     "four": (4, 2, "float32", None),
@@ -66,7 +67,11 @@ def runs(make_config, launch, tmp_path_factory):
                 evaluation__source_documents=3,
                 checkpoint__resume=str(step_folder(folder / resume, 3)) if resume else "auto",
             )
-            changes = {"one_selective": {"activation_checkpointing": "selective"}, "one_compiled": {"compile": True}}
+            changes = {
+                "one_selective": {"activation_checkpointing": "selective"},
+                "one_compiled": {"compile": True},
+                "two_swiglu": {"activation_checkpointing": "swiglu"},
+            }
             parallel = dataclasses.replace(config.parallel, **changes.get(name, {}))
             config = dataclasses.replace(config, parallel=parallel)
             if name in UNEVEN:
