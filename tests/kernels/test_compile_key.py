@@ -89,7 +89,7 @@ def test_an_entry_of_another_version_is_not_taken(tmp_path):
         shutil.copy(PACKAGE / "__init__.py", package)
         (package / "kernels" / "toy.py").write_text(toy)
         folders[name] = str(package.parent)
-    runs = [(name, keyed) for keyed in (True, False) for name in ("first", "first", "second", "second")]
+    runs = [(name, True) for name in ("first", "first", "second", "second")] + [("first", False), ("second", False)]
     process = subprocess.run(
         [sys.executable, "-c", PROCESS, json.dumps([(folders[name], keyed) for name, keyed in runs])],
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
@@ -99,8 +99,8 @@ def test_an_entry_of_another_version_is_not_taken(tmp_path):
     results = [json.loads(line) for line in process.stdout.splitlines()]
     square, cube = [25.0, 10.0], [125.0, 75.0]
     assert results[:4] == [[square, 0, 1], [square, 1, 0], [cube, 0, 1], [cube, 1, 0]], process.stderr
-    assert results[4:6] == [[square, 0, 1], [square, 1, 0]]
-    assert results[6][0] != cube, "the key is not needed: this test does not see what it is there for"
+    assert results[4] == [square, 0, 1]
+    assert results[5][0] != cube, "the key is not needed: this test does not see what it is there for"
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
