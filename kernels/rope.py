@@ -119,6 +119,8 @@ def _rotate(
             BLOCK_TOKENS=launch.block_tokens,
             BLOCK_HEADS=size,
             BLOCK_HALF=launch.block_half,
+            LOADS=launch.loads,
+            STORES=launch.stores,
             num_warps=launch.num_warps,
             num_stages=1,
         )

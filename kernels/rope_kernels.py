@@ -79,6 +79,8 @@ def _heads_tile(
     EVEN: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    LOADS: tl.constexpr,  # an eviction policy or ""
+    STORES: tl.constexpr,  # a cache modifier or ""
 ):
     """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -89,11 +91,11 @@ def _heads_tile(
     out = out_ptr + (batch * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
     far = tl.cast(HALF, tl.int64) * stride_dim
     if EVEN:
-        x1 = tl.load(x)
-        x2 = tl.load(x + far)
+        x1 = tl.load(x, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
     else:
-        x1 = tl.load(x, mask=mask, other=0.0)
-        x2 = tl.load(x + far, mask=mask, other=0.0)
+        x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
     if ROTATE:
         if INVERSE:
             sin = -sin
@@ -101,11 +103,11 @@ def _heads_tile(
         x1 = a.to(out_ptr.dtype.element_ty)
         x2 = b.to(out_ptr.dtype.element_ty)
     if EVEN:
-        tl.store(out, x1)
-        tl.store(out + HALF, x2)
+        tl.store(out, x1, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
+        tl.store(out + HALF, x2, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
     else:
-        tl.store(out, x1, mask=mask)
-        tl.store(out + HALF, x2, mask=mask)
+        tl.store(out, x1, mask=mask, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
+        tl.store(out + HALF, x2, mask=mask, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
 
 
 @jit
@@ -149,6 +151,8 @@ def rope_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    LOADS: tl.constexpr,
+    STORES: tl.constexpr,
 ):
     """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
     0 heads leave a part out. EVEN: every tile is full."""
@@ -203,6 +207,8 @@ def rope_kernel(
             EVEN,
             BLOCK_HEADS,
             BLOCK_HALF,
+            LOADS,
+            STORES,
         )
     elif part < Q_BLOCKS + K_BLOCKS:
         cos, sin = load_angles(
@@ -240,6 +246,8 @@ def rope_kernel(
             EVEN,
             BLOCK_HEADS,
             BLOCK_HALF,
+            LOADS,
+            STORES,
         )
     elif V_HEADS > 0:
         _heads_tile(
@@ -263,4 +271,6 @@ def rope_kernel(
             EVEN,
             BLOCK_HEADS,
             BLOCK_HALF,
+            LOADS,
+            STORES,
         )

@@ -50,7 +50,8 @@ def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    """One vector of each half a thread (32 registers) and two (48 registers), over four warps or eight."""
+    """One vector of each half a thread (32 registers) and two (48 registers), over four warps or eight; and what the
+    caches are told."""
     _, _, _, kv_heads, head_dim = shape
     heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
@@ -59,6 +60,9 @@ def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
         RopeLaunch(tokens, heads, half, 4),
         RopeLaunch(2 * tokens, heads, half, 4),
         RopeLaunch(2 * tokens, heads, half, 8),
+        RopeLaunch(tokens, heads, half, 4, "evict_first"),
+        RopeLaunch(tokens, heads, half, 4, "", ".cs"),
+        RopeLaunch(tokens, heads, half, 4, "evict_first", ".cs"),
     )
 
 

@@ -20,12 +20,16 @@ class RopeLaunch:
         block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
+        loads: eviction policy of q and k as they are read, "" or "evict_first".
+        stores: cache modifier of what is written, "" or ".cs": the first to leave the L2 cache.
     """
 
     block_tokens: int
     block_heads: int
     block_half: int
     num_warps: int
+    loads: str = ""
+    stores: str = ""
 
 
 def _power_of_two(n: int) -> int:
