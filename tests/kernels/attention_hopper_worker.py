@@ -141,18 +141,22 @@ def cases(head_dim: int) -> list[dict]:
         rolling += plain + full + uneven + heads + many + window + documents + extreme
         rolling += [{**case, "dtype": "float16"} for case in shapes]
     launches += [{"launch": {"rolling": True}, **case} for case in rolling] + one_group
+    causal = [
+        {"lengths": (300, 300)},
+        {"lengths": (1025, 1025), "ramp": 40.0},
+        {"lengths": (2100, 2100), "batch": 5},
+        {"lengths": (300, 1225), "factor": 30.0},
+    ]
+    masks = [  # compiled apart: one of them for each launch, all for the one that becomes the default
+        {"lengths": (1025, 1025), "window": 400},
+        {"lengths": (1025, 1025), "causal": False, "factor": 30.0},
+        {"lengths": (2100, 2100), "dtype": "float16", "ramp": 20.0},
+        {"lengths": (300, 1225), "documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)},
+    ]
     forward_launches = [  # other numbers of consumers, forms of the softmax; also with more tiles than programs
-        {"lengths": pair, "launch": launch, **option}
-        for launch in forward_variants(head_dim)
-        for pair, option in (
-            ((300, 300), {}),
-            ((1025, 1025), {"window": 400}),
-            ((1025, 1025), {"causal": False, "factor": 30.0}),
-            ((1025, 1025), {"ramp": 40.0}),
-            ((2100, 2100), {"dtype": "float16"}),
-            ((2100, 2100), {"batch": 5}),
-            ((300, 1225), {"documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)}),
-        )
+        {"launch": launch, **shape}
+        for i, launch in enumerate(forward_variants(head_dim))
+        for shape in (*causal, masks[i % 4])
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
         {"deterministic": True, "runs": runs, **shape}
