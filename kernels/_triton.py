@@ -114,11 +114,12 @@ def select_backend(backend: Backend, device: torch.device) -> Literal["triton", 
         ValueError: `backend` is not one of auto, triton, reference.
         RuntimeError: "triton" was asked for by name where it cannot run; the message says what to do.
     """
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         key_compile_caches()
     if backend == "reference":
         return "reference"
-    if device.type == "cuda" and HAVE_TRITON and _assumed is None and not torch.compiler.is_compiling():
+    if device.type == "cuda" and HAVE_TRITON and _assumed is None and not compiling:
         # The usual case, some hundred times a step, without a look at the device or a text.
         if backend in ("auto", "triton") and device_profile(device).arch >= MIN_ARCH:
             return "triton"
