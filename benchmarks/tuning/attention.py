@@ -97,7 +97,7 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
     two = functools.partial(HopperForwardLaunch, 2, 128, stages, section, joint=joint)
     wide = functools.partial(HopperForwardLaunch, 3, 128, 2, section)
     narrow = functools.partial(HopperForwardLaunch, 3, 64, 4, section, joint=True)
-    ahead: dict[str, Any] = {"query_buffers": 2, "ahead": True}
+    ahead: dict[str, Any] = {"query_buffers": 2, "ahead": True, "early": True}
     launches = [
         two("speculative", turns="named", **ahead),
         two("fold", query_buffers=2),

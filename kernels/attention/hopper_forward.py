@@ -74,7 +74,7 @@ def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
+    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, _o_s, _hold_s, plan = buffers
@@ -84,7 +84,10 @@ def _produce(
     done = gl.program_id(0) * 0  # key blocks loaded so far, over all tiles: it gives the ring's slot and phase
     step = gl.program_id(0) * 0
     position = _next_place(counter_ptr, step, PACKED)
+    following = position
     while position < instances * tiles:
+        if EARLY:  # the answer is there when this tile is loaded
+            following = _next_place(counter_ptr, step + 1, PACKED)
         tile, instance = tile_and_head(position, instances, section, tiles)
         first, rows, begin, others, other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
         batch = instance // heads
@@ -134,7 +137,10 @@ def _produce(
             )
             done += 1
         step += 1
-        position = _next_place(counter_ptr, step, PACKED)
+        if EARLY:
+            position = following
+        else:
+            position = _next_place(counter_ptr, step, PACKED)
     mbarrier.wait(plan_empty.index(step & 1), step // 2 & 1 ^ 1)
     note(plan, step & 1, 0, 0)
     mbarrier.arrive(plan_full.index(step & 1), count=1)
@@ -359,7 +365,7 @@ def _hopper_forward_kernel(
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
-    JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, AHEAD: tl.constexpr,
+    JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     if SOFTMAX > 1:
@@ -394,7 +400,7 @@ def _hopper_forward_kernel(
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
                             SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, EARLY)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -412,7 +418,7 @@ def _hopper_forward_kernel(
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
                             SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, EARLY)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -478,6 +484,7 @@ def hopper_forward(
             JOINT=launch.joint,
             Q_BUFFERS=launch.query_buffers,
             AHEAD=launch.ahead,
+            EARLY=launch.early,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
             num_warps=4,

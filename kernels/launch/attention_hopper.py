@@ -38,6 +38,7 @@ class HopperForwardLaunch:
         joint: keys and values of a block are handed back together, which takes three stages to be no later.
         query_buffers: 1, or 2 to load a tile's queries while the one before still needs its own.
         ahead: the first scores of a tile are computed beside what ends the tile before.
+        early: a program asks for its next tile before it loads the blocks of one, not after.
     """
 
     consumers: int
@@ -50,6 +51,7 @@ class HopperForwardLaunch:
     joint: bool = False
     query_buffers: int = 1
     ahead: bool = False
+    early: bool = False
 
     @property
     def block_m(self) -> int:

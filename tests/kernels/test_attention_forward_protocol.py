@@ -90,7 +90,7 @@ class _Program:
             PACKED=False, CAUSAL=True, WINDOW=window > 0, CONSUMERS=launch.consumers, BLOCK_N=launch.block_n,
             HEAD_DIM=64, STAGES=launch.stages, SOFTMAX=get_args(Softmax).index(launch.softmax), POLYNOMIAL=False,
             TURNS=get_args(Turns).index(launch.turns), JOINT=launch.joint, Q_BUFFERS=launch.query_buffers,
-            AHEAD=launch.ahead, PRODUCER_REGISTERS=24, CONSUMER_REGISTERS=240,
+            AHEAD=launch.ahead, EARLY=launch.early, PRODUCER_REGISTERS=24, CONSUMER_REGISTERS=240,
         )  # fmt: skip
 
     # What the kernel calls
@@ -154,7 +154,7 @@ LAUNCHES = [
     _launch(2, 128, 3),
     _launch(3, 128, 2),
     _launch(2, 64, 4, softmax="tree", turns="named", query_buffers=2),
-    _launch(3, 64, 3, softmax="lazy", turns="named", joint=True, query_buffers=2, ahead=True),
+    _launch(3, 64, 3, softmax="lazy", turns="named", joint=True, query_buffers=2, ahead=True, early=True),
     _launch(2, 64, 3, softmax="speculative", turns="none", joint=True),
     _launch(2, 64, 2, softmax="speculative", turns="named", query_buffers=2, ahead=True),
 ]
