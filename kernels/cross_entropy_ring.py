@@ -1,7 +1,8 @@
 """Launch of the kernels in cross_entropy_ring_kernels.py and cross_entropy_ring_groups.py: cross-entropy of whole rows
 on Hopper, loss and gradient at once, the row in shared memory between the two passes.
 
-They know neither smoothing nor softcap, nor rows off a border of 32 bytes: those have the portable kernel.
+They know neither smoothing nor softcap, nor rows off a border of 32 bytes, but that two groups of warps take rows of
+any length that lie side by side (`is_flat`). All else has the portable kernel.
 """
 
 from __future__ import annotations
@@ -18,19 +19,36 @@ from fuselm.kernels.launch.cross_entropy import RING_COLUMNS, RingLaunch
 def ring_refusal(
     logits: torch.Tensor, gradient: torch.Tensor, profile: DeviceProfile, smoothing: bool, softcap: bool
 ) -> str | None:
-    """Why these kernels cannot take (outer, inner, vocab) logits and their gradient, or None where it can."""
+    """Why these kernels cannot take (outer, inner, vocab) logits and their gradient, or None where they can, those of a
+    flat vocabulary by a launch with writers."""
     if not HAVE_GLUON or profile.arch != 90:
         return "they are written for compute capability 9.0, with Gluon"
     if smoothing or softcap or logits.element_size() != 2:
         return "they know neither smoothing, softcap nor fp32"
     outer, inner, vocab = logits.shape
-    if vocab % RING_COLUMNS:
-        return f"rows of {vocab} logits are no multiple of {RING_COLUMNS}"
+    if is_flat(vocab):
+        return _flat_refusal(logits, gradient)
     for x in (logits, gradient):
         if outer * inner > 1 and not _row_stride(x):
             return "rows share one place, and TMA takes no stride of 0"
         if x.data_ptr() % 32 or (outer * inner > 1 and _row_stride(x) * x.element_size() % 32):
             return "rows do not begin at multiples of 32 bytes, or at no constant distance"
+    return None
+
+
+def is_flat(vocab: int) -> bool:
+    """Whether rows of `vocab` logits begin within lines of RING_COLUMNS, so that all are taken as one row of lines."""
+    return vocab % RING_COLUMNS != 0
+
+
+def _flat_refusal(logits: torch.Tensor, gradient: torch.Tensor) -> str | None:
+    if logits.numel() % RING_COLUMNS:
+        return f"{logits.numel()} logits are no multiple of {RING_COLUMNS}"
+    if logits.numel() > 2**36:
+        return "the kernel counts lines in 32 bits"
+    for x in (logits, gradient):
+        if not x.is_contiguous() or x.data_ptr() % 32:
+            return "rows do not lie side by side from a multiple of 32 bytes on"
     return None
 
 
@@ -46,13 +64,15 @@ def _row_stride(x: torch.Tensor) -> int:
 
 def _descriptor(x: torch.Tensor, tile: int) -> TensorDescriptor:
     # chunks of tile x RING_COLUMNS of (outer, inner, vocab)
-    outer, inner, vocab = x.shape
+    rows, vocab, stride = x.shape[0] * x.shape[1], x.shape[2], _row_stride(x)
+    if is_flat(vocab):
+        rows, vocab, stride = 1, x.numel(), x.numel()
     block = [1, tile, RING_COLUMNS]
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(
         x,
-        [outer * inner, vocab // RING_COLUMNS, RING_COLUMNS],
-        [_row_stride(x), RING_COLUMNS, 1],
+        [rows, vocab // RING_COLUMNS, RING_COLUMNS],
+        [stride, RING_COLUMNS, 1],
         block,
         gl.NVMMASharedLayout.get_default_for(block, dtype),
     )
@@ -81,11 +101,14 @@ def launch_ring(
         kernel = cross_entropy_groups_kernel
         form = {
             "AHEAD": 2,
+            "FLAT": is_flat(vocab),
             "READERS": launch.num_warps,
             "WRITERS": launch.writers,
             "REGISTERS": launch.max_registers,
         }
     else:
+        if is_flat(vocab):
+            raise ValueError(f"{launch}: rows of {vocab} logits begin within lines, which takes writers")
         if launch.kept and vocab <= launch.kept * launch.tile * RING_COLUMNS:
             raise ValueError(f"{launch}: {vocab} logits are no more than what is kept in registers")
         kernel, form = cross_entropy_ring_kernel, {"WARPS": launch.num_warps, "KEPT": launch.kept}

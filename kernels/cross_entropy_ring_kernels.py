@@ -42,20 +42,33 @@ def chunks_of(vocab, TILE: tl.constexpr):
 
 
 @gluon_jit
+def flat_row(row, vocab, TILE: tl.constexpr):
+    """Of a row of flat logits: the line of 64 where it begins, how many logits are in front of it there, its chunks."""
+    begin = gl.cast(row, gl.int64) * vocab
+    first = gl.cast(begin & 63, gl.int32)
+    return gl.cast(begin >> 6, gl.int32), first, (first + vocab + TILE * 64 - 1) // (TILE * 64)
+
+
+@gluon_jit
 def bring_rows(
-    slots, full, empty, desc, rows, vocab, TILE: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr
+    slots, full, empty, desc, rows, vocab,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """The chunks of each of the program's rows, then those that do not stay once more."""
     chunks = chunks_of(vocab, TILE)
     again = max(chunks - KEPT - SLOTS, 0)
     number = gl.program_id(0) * 0  # loads so far, over all rows
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
+        at, line = row, 0
+        if FLAT:
+            line, _, chunks = flat_row(row, vocab, TILE)
+            at = 0
         for step in range(chunks + again):
             slot = number % SLOTS
             mbarrier.wait(empty.index(slot), number // SLOTS & 1 ^ 1)
             mbarrier.expect(full.index(slot), desc.block_type.nbytes)
             chunk = gl.where(step < chunks, step, step - chunks + KEPT)
-            tma_load(desc, [row, chunk * TILE, 0], full.index(slot), slots.index(slot))
+            tma_load(desc, [at, line + chunk * TILE, 0], full.index(slot), slots.index(slot))
             number += 1
 
 
@@ -120,11 +133,11 @@ def sum_chunks(
 
 
 @gluon_jit
-def sum_last(
+def sum_masked(
     slots, full, empty, number, reference, s, exists,
     RELEASE: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The first pass over a row's last chunk."""
+    """The first pass over a chunk, of which the row has what `exists`."""
     slot = number % SLOTS
     mbarrier.wait(full.index(slot), number // SLOTS & 1)
     z = load_chunk(slots, slot, TILE, WARPS)
@@ -204,15 +217,21 @@ def gradient_of(z, reference, factor, zero):
 
 
 @gluon_jit
-def columns_of(TILE: tl.constexpr, WARPS: tl.constexpr):
-    """Places of a chunk's logits, [TILE, 8, 8]."""
+def vectors_of(TILE: tl.constexpr, WARPS: tl.constexpr):
+    """Places of a chunk's vectors, [TILE, 8, 1]."""
     vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     states: tl.constexpr = gl.SliceLayout(2, vectors)
     line = gl.arange(0, TILE, layout=gl.SliceLayout(1, states))
     in_line = gl.arange(0, 8, layout=gl.SliceLayout(0, states))
+    return gl.expand_dims(gl.expand_dims(line, 1) * 64 + gl.expand_dims(in_line, 0) * 8, 2)
+
+
+@gluon_jit
+def columns_of(TILE: tl.constexpr, WARPS: tl.constexpr):
+    """Places of a chunk's logits, [TILE, 8, 8]."""
+    vectors: tl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     in_vector = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, vectors)))
-    vector = gl.expand_dims(line, 1) * 64 + gl.expand_dims(in_line, 0) * 8
-    return gl.expand_dims(vector, 2) + gl.expand_dims(gl.expand_dims(in_vector, 0), 1)
+    return vectors_of(TILE, WARPS) + gl.expand_dims(gl.expand_dims(in_vector, 0), 1)
 
 
 @gluon_jit
@@ -238,11 +257,11 @@ def write_chunks(
 
 
 @gluon_jit
-def write_last(
+def write_masked(
     slots, full, empty, number, sink, columns, reference, factor, zero, exists,
     WAIT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The second pass over a row's last chunk, which goes to `sink`."""
+    """The second pass over a chunk, of which the row has what `exists`; the chunk goes to `sink`."""
     slot = number % SLOTS
     if WAIT:
         mbarrier.wait(full.index(slot), number // SLOTS & 1)
@@ -289,7 +308,7 @@ def _consume(
         reference, s = sum_chunks(
             slots, full, empty, begin, last, reference, s, False, TILE, SLOTS, WARPS
         )  # fmt: skip
-        reference, s = sum_last(
+        reference, s = sum_masked(
             slots, full, empty, last, reference, s, exists, False, TILE, SLOTS, WARPS
         )  # fmt: skip
         top, total = sum_of(reference, s)
@@ -305,7 +324,7 @@ def _consume(
             slots, full, empty, begin, last, sink + (KEPT + again) * (TILE * 64), columns, rounded, factor, zero,
             False, TILE, SLOTS, WARPS,
         )  # fmt: skip
-        write_last(
+        write_masked(
             slots, full, empty, last, sink + (chunks - 1) * (TILE * 64), columns, rounded, factor, zero, exists,
             False, TILE, SLOTS, WARPS,
         )  # fmt: skip
@@ -338,7 +357,7 @@ def cross_entropy_ring_kernel(
                     SKIP_IGNORED, HAS_SCALE, HAS_GRAD_LSE, TILE, SLOTS, KEPT, WARPS,
                 ),
             ),
-            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS, KEPT)),
+            (bring_rows, (slots, full, empty, logits_desc, rows, vocab, TILE, SLOTS, KEPT, False)),
         ],
         [1],
         [24],

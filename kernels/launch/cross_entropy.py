@@ -72,8 +72,9 @@ class RingLaunch:
         return min(65536 // (32 * (self.num_warps + self.writers + 4)) // 8 * 8, 248)
 
     def holds(self, vocab: int) -> bool:
-        """Whether the slots hold a row of `vocab` logits."""
-        return vocab <= self.slots * self.tile * RING_COLUMNS
+        """Whether the slots hold a row of `vocab` logits, wherever in a line of RING_COLUMNS it begins."""
+        in_front = RING_COLUMNS - 1 if vocab % RING_COLUMNS else 0
+        return in_front + vocab <= self.slots * self.tile * RING_COLUMNS
 
 
 def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
@@ -83,9 +84,12 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     0.945, x 65536 1.132 for 1.285; with chunks of 128 lines (128 x 14) 0.704, 0.851 and 1.125. 16384 x 32000 takes
     0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960, and was not looked for. Rows that the slots do
     not hold, up to the length that was measured, have one group of warps, which brings the three chunks of 16 that do
-    not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261.
+    not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261. Rows that begin within a line of RING_COLUMNS, which
+    only launches with writers take, keep the portable kernel: this form has not been timed.
     """
     if profile.arch != 90 or profile.shared_memory < _RING_SHARED or not 40960 <= vocab <= 131072:
+        return None
+    if vocab % RING_COLUMNS:
         return None
     launch = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
     return launch if launch.holds(vocab) else RingLaunch(tile=128, slots=13, num_warps=16)

@@ -1,6 +1,6 @@
 """Who may touch which slot when, in the kernels of cross_entropy_ring_kernels.py and cross_entropy_ring_groups.py:
 their own code on the model of protocol.py, which has the values of the gradient's addresses in the place of its
-elements."""
+elements. Rows that begin within a line: test_cross_entropy_ring_flat.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Program:
         mine = (machine.buffers(slots), machine.barriers(slots), machine.barriers(slots))
         flags = (True, True, False)
         row_inputs = (VALUE, VALUE, VALUE, VALUE, VALUE)
-        self.work: list[Any] = [lambda: python.bring_rows(*mine, desc, rows, vocab, TILE, slots, kept)]
+        self.work: list[Any] = [lambda: python.bring_rows(*mine, desc, rows, vocab, TILE, slots, kept, False)]
         if not two_groups:
             self.work.append(
                 lambda: python._consume(
@@ -78,9 +78,11 @@ class _Program:
         self.work += [
             lambda: python._read(
                 *mine[:2], *notes, *row_inputs, VALUE, VALUE, 0, rows, 0, vocab, -100, 0.0,
-                *flags, TILE, slots, ahead, 4,
+                *flags, TILE, slots, ahead, False, 4,
             ),
-            lambda: python._write(*mine, *notes, _Address(0), rows, self.pitch, vocab, TILE, slots, ahead, 4),
+            lambda: python._write(
+                *mine, *notes, VALUE, _Address(0), rows, self.pitch, vocab, TILE, slots, ahead, False, 4
+            ),
         ]  # fmt: skip
 
     def tma_load(self, desc: Any, place: list[int], barrier: Any, slot: Buffer) -> None:
@@ -137,12 +139,12 @@ def test_two_groups(chunks, slots):
     _run(range(6), 5, chunks, slots, True)
 
 
-# Without one wait nothing goes wrong: only the writers of two groups wait in write_last, and the readers, who have
+# Without one wait nothing goes wrong: only the writers of two groups wait in write_masked, and the readers, who have
 # waited for the same chunk, have told them that the row is there.
 FAULTS = {
     name: change
     for name, change in faults((kernels, groups)).items()
-    if not (name.startswith("write_last:") and name.endswith("left out"))
+    if not (name.startswith("write_masked:") and name.endswith("left out"))
 }
 
 
