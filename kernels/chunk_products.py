@@ -20,7 +20,10 @@ def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.devic
     """(rows, vocab), not initialised. Rows start on 16-byte borders, which matrix multiplications and vector loads
     want (V = 50257)."""
     aligned = row_bytes(vocab, dtype.itemsize) // dtype.itemsize
-    return torch.empty((rows, aligned), dtype=dtype, device=device)[:, :vocab]
+    buffer = torch.empty((rows, aligned), dtype=dtype, device=device)
+    if device.type == "cpu":  # whose bf16 multiplications (2.13) take an odd row's next number, too, times 0
+        buffer[:, vocab:] = 0
+    return buffer[:, :vocab]
 
 
 def vocab_parts(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[slice, ...]:

@@ -81,3 +81,17 @@ def test_the_loss_and_gradients_of_a_vocabulary_in_parts(in_parts, device):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_lies_between_rows_is_no_part_of_a_product(dtype, device, monkeypatch):
+    """Memory that nobody has written holds NaN here, as it may anywhere; a CPU multiplied it by 0."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+    x, weight = torch.ones(43, 3, dtype=dtype, device=device), torch.ones(49, 3, dtype=dtype, device=device)
+    logits = logits_buffer(43, 49, dtype, device)
+    multiply_logits(x, weight, logits)
+    dx, dw = torch.empty((43, 3), dtype=dtype, device=device), torch.empty((49, 3), device=device)
+    multiply_dx(logits, weight, dx)
+    accumulate_dw(dw, logits, x, first=True)
+    assert (logits == 3).all() and (dx == 147).all() and (dw == 129).all()
