@@ -4,11 +4,9 @@ interpreter does not run Gluon."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
-import textwrap
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -20,6 +18,8 @@ from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention import hopper_forward, hopper_softmax
 from fuselm.kernels.attention.hopper_common import python_function
 from fuselm.kernels.launch.attention_hopper import HopperForwardLaunch, Softmax, Turns
+
+from .protocol import as_python
 
 FORMS = get_args(Softmax)
 LOG2E = common.LOG2E
@@ -240,30 +240,24 @@ class _Model:
             wait=lambda at, phase: at[0].waited(at[1], int(phase)),
             arrive=lambda at, count: at[0].arrived(at[1]),
         )
-        scope: dict[str, Any] = {
-            "gl": gl, "tl": SimpleNamespace(constexpr=Any), "mbarrier": barrier, "matrix": lambda x: x,
+        names: dict[str, Any] = {
+            "gl": gl, "mbarrier": barrier, "matrix": lambda x: x,
             "noted": lambda plan, slot, index: self.plan[int(slot)][index], "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else deps,
             "tma": SimpleNamespace(store_wait=lambda n: None), "fence_async_shared": lambda: None,
             "store_rows": self.store_rows, "take_turn": lambda me: self.turns.append(me),
-            "give_turn": lambda other: self.turns.append(other),
+            "give_turn": lambda other: self.turns.append(other), "packed": lambda p, dtype: p.to(dtype),
+            "left_operand": lambda p, dtype, left: p,
         }  # fmt: skip
-        for module in (hopper_softmax, hopper_forward):
-            for name, function in vars(module).items():
-                plain = python_function(function)
-                if inspect.isfunction(plain) and plain.__module__ == module.__name__ and name != "hopper_forward":
-                    source = textwrap.dedent(inspect.getsource(plain))
-                    exec("from __future__ import annotations\n" + source[source.index("def ") :], scope)
-        scope |= {"packed": lambda p, dtype: p.to(dtype), "left_operand": lambda p, dtype, left: p}
-        raise_maximum = scope["raise_maximum"]
+        softmax = as_python((hopper_softmax,), names)
 
         def counted(*args: Any) -> Any:
             self.raised += 1
-            return raise_maximum(*args)
+            return softmax.raise_maximum(*args)
 
-        scope["raise_maximum"] = counted
+        python = as_python((hopper_softmax, hopper_forward), names | {"raise_maximum": counted})
         if FORMS.index(self.launch.softmax) > 1:
-            scope["declare_surpassed"]()
+            python.declare_surpassed()
         k_s, v_s = (
             SimpleNamespace(index=ring.__getitem__, dtype=torch.float32) for ring in (self.rings["k"], self.rings["v"])
         )
@@ -277,7 +271,7 @@ class _Model:
             _Slots(self.announce), other, _Slots(self.load_queries), _Slots(arrived=self.hand_back_queries),
             self.load("k"), free_k, self.load("v"), free_v, other,
         )  # fmt: skip
-        scope["_consume"](
+        python._consume(
             buffers, barriers, 0, 1, self.window, SimpleNamespace(dtype=torch.float32), _Pointer(self.lse2),
             scale * LOG2E, 0, True, self.causal, self.window > 0, 2, self.block_n, self.q[0].shape[1], self.stages,
             FORMS.index(launch.softmax), launch.polynomial, get_args(Turns).index(launch.turns), launch.joint,
@@ -361,32 +355,26 @@ def test_a_consumer_computes_attention(options, keys):
             assert model.raised >= 2
 
 
-def _plain(functions: tuple[Any, ...], ptx: _Ptx) -> dict[str, Any]:
+def _softmax() -> SimpleNamespace:
     """Functions of hopper_softmax.py on tensors, outside of a kernel."""
-    scope: dict[str, Any] = {
-        "gl": SimpleNamespace(
-            inline_asm_elementwise=ptx, float32=torch.float32, int32=torch.int32, sum=lambda x, axis: x.sum(axis),
-            program_id=lambda axis: 0, SliceLayout=lambda *_: None, convert_layout=lambda x, *_, **__: x,
-            zeros=lambda shape, dtype, _: _tensor(torch.zeros(shape, dtype=dtype)),
-        ),
-        "tl": SimpleNamespace(constexpr=Any),
-    }  # fmt: skip
-    for function in functions:
-        source = textwrap.dedent(inspect.getsource(python_function(function)))
-        exec("from __future__ import annotations\n" + source[source.index("def ") :], scope)
-    return scope
+    gl = SimpleNamespace(
+        inline_asm_elementwise=_Ptx(), float32=torch.float32, int32=torch.int32, sum=lambda x, axis: x.sum(axis),
+        program_id=lambda axis: 0, SliceLayout=lambda *_: None, convert_layout=lambda x, *_, **__: x,
+        zeros=lambda shape, dtype, _: _tensor(torch.zeros(shape, dtype=dtype)),
+    )  # fmt: skip
+    return as_python((hopper_softmax,), {"gl": gl})
 
 
 def test_a_score_above_its_own_rows_limit_is_found_in_every_place():
-    scope = _plain((hopper_softmax.surpassed, hopper_softmax._by_row), _Ptx())
+    surpassed = _softmax().surpassed
     limits = torch.randperm(64, generator=torch.Generator().manual_seed(1)).float() * 10
     at_limit = limits[:, None].repeat(1, 4)
-    same, above = scope["surpassed"](_tensor(at_limit.clone()), limits - 8.0, 8.0)
+    same, above = surpassed(_tensor(at_limit.clone()), limits - 8.0, 8.0)
     assert not above and torch.equal(torch.Tensor(same), at_limit)
     for row, thread in itertools.product(range(64), range(4)):
         maxima = at_limit - 1.0
         maxima[row, thread] += 1.5
-        assert scope["surpassed"](_tensor(maxima), limits - 8.0, 8.0)[1], (row, thread)
+        assert surpassed(_tensor(maxima), limits - 8.0, 8.0)[1], (row, thread)
 
 
 def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
@@ -404,14 +392,14 @@ def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
 
 
 def test_the_polynomial_is_as_exact_as_it_says():
-    scope = _plain((hopper_softmax.probabilities, hopper_softmax._thread_sums), _Ptx())
+    probabilities = _softmax().probabilities
     x = torch.linspace(-125.9, 8.0, 64 * 4096).reshape(64, 4096)
-    p, sums = scope["probabilities"](_tensor(x), torch.zeros(64), 1.0, True, 4096)
+    p, sums = probabilities(_tensor(x), torch.zeros(64), 1.0, True, 4096)
     exact = torch.exp2(x.double())
     error = (torch.Tensor(p).double() / exact - 1).abs()
     assert 1e-7 < float(error.max()) < 2.95e-6
     assert torch.allclose(torch.Tensor(sums).sum(1).double(), exact.sum(1), rtol=1e-5)
     odd = _tensor(torch.tensor([-math.inf, -1e30, math.nan, -126.6] * 16).reshape(64, 1).repeat(1, 8))
-    p, _ = scope["probabilities"](odd, torch.zeros(64), 1.0, True, 8)
+    p, _ = probabilities(odd, torch.zeros(64), 1.0, True, 8)
     assert torch.Tensor(p)[2::4].isnan().all() and not torch.Tensor(p)[[0, 1]].any()
     assert torch.Tensor(p)[3].max() < 2.0**-126 and not torch.Tensor(p)[3, 3::4].any()
