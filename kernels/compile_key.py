@@ -20,7 +20,7 @@ import torch.compiler.config as config
 
 @functools.cache
 def sources_tag() -> str:
-    """ "fuselm-" and 16 hexadecimal digits, others for other files in this folder; read once, some milliseconds."""
+    """The text "fuselm-" and 16 hexadecimal digits, a hash of all files in this folder: read once, in milliseconds."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):

@@ -1,8 +1,8 @@
 """Launch of the kernels in cross_entropy_ring_kernels.py and cross_entropy_ring_groups.py: cross-entropy of whole rows
 on Hopper, loss and gradient at once, the row in shared memory between the two passes.
 
-They know neither smoothing nor softcap, nor rows off a border of 32 bytes, but that two groups of warps take rows of
-any length that lie side by side (`is_flat`). All else has the portable kernel.
+They know neither smoothing nor softcap. Rows begin at multiples of 32 bytes, except that two groups of warps take rows
+of any length where these lie side by side (`is_flat`). All else has the portable kernel.
 """
 
 from __future__ import annotations

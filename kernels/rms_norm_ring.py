@@ -1,6 +1,7 @@
 """Launch of the kernels in rms_norm_ring_kernels.py: the forward of rms_norm and add_rms_norm on Hopper.
 
-No launch function picks them: benchmarks/tune.py times them beside what they would replace.
+No launch function picks them, and they have not been run on a card: benchmarks/tune.py times them beside what they
+would replace.
 """
 
 from __future__ import annotations

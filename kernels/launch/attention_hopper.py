@@ -27,6 +27,9 @@ Turns = Literal["none", "mbarrier", "named"]
 class HopperForwardLaunch:
     """Launch of the forward kernel.
 
+    No launch function says anything of `softmax` and what comes after it: other values than the defaults have not been
+    run on a card, but for turns, which have also been timed with "none".
+
     Attributes:
         consumers: warpgroups that multiply, of 64 queries each; 2 or 3.
         block_n: keys a block.
@@ -87,7 +90,7 @@ class HopperBackwardLaunch:
         ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
             run.
         rolling: whether a program goes from tile to tile without a pause (hopper_backward_rolling.py); lagged, not
-            ordered, two stages.
+            ordered, two stages. At head_dim 128 no launch function picks it: not run on a card.
     """
 
     block_m: int

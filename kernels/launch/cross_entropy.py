@@ -57,7 +57,8 @@ class RingLaunch:
         num_warps: warps that compute, or only read where there are writers; a producer counts as four warps more.
         writers: warps that write the gradient of a row while the others read the next one; 0 for one group that does
             both, and loads what does not stay in the slots twice.
-        kept: chunks at a row's beginning that stay in registers instead, fewer than a row has; without writers.
+        kept: chunks at a row's beginning that stay in registers instead, fewer than a row has; without writers. No
+            launch function picks any: not run on a card.
     """
 
     tile: int
@@ -85,7 +86,7 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960, and was not looked for. Rows that the slots do
     not hold, up to the length that was measured, have one group of warps, which brings the three chunks of 16 that do
     not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261. Rows that begin within a line of RING_COLUMNS, which
-    only launches with writers take, keep the portable kernel: this form has not been timed.
+    only launches with writers take, keep the portable kernel: this form has not been run on a card.
     """
     if profile.arch != 90 or profile.shared_memory < _RING_SHARED or not 40960 <= vocab <= 131072:
         return None

@@ -53,6 +53,9 @@ class RmsNormLaunch:
         order: forward, one program a block of rows: "" from the first row to the last, "backward", or "halves" for
             turns between both halves.
         touch: with `late_weight`: the first programs bring the weight into L2 while they wait for their rows.
+
+    No launch function says anything of `load`, `store`, `order` and `touch`, with which these kernels have not been run
+    on a card.
     """
 
     block_rows: int
@@ -80,7 +83,7 @@ class RmsNormLaunch:
 
 @dataclass(frozen=True)
 class RingLaunch:
-    """Launch of a kernel of rms_norm_ring_kernels.py.
+    """Launch of a kernel of rms_norm_ring_kernels.py. No launch function picks one: not run on a card.
 
     Attributes:
         block_rows: rows of a tile (a power of two), one copy by TMA.

@@ -20,8 +20,10 @@ class RopeLaunch:
         block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
-        loads: eviction policy of q and k as they are read, "" or "evict_first".
+        loads: eviction policy of q, k and v as they are read, "" or "evict_first".
         stores: cache modifier of what is written, "" or ".cs": the first to leave the L2 cache.
+
+    No launch function says anything of `loads` and `stores`, with which the kernel has not been run on a card.
     """
 
     block_tokens: int
