@@ -52,8 +52,8 @@ def toy(x: Tensor) -> Tensor:
 FIRST = TOY.replace("POWER", "2").replace("PARAMETER", "").replace("ARGUMENT", "")
 SECOND = TOY.replace("POWER", "3").replace("PARAMETER", ", factor: float").replace("ARGUMENT", ", 1.0")
 
-# Each run is a fork that imports fuselm from another folder, with the key or without. What Inductor does once a process,
-# some seconds, is done before.
+# Each run is a fork that imports fuselm from another folder, with the key or without. What Inductor does once a process
+# (some seconds) is done before.
 PROCESS = """
 import json, os, sys, torch
 from torch._dynamo.utils import counters
