@@ -52,7 +52,11 @@ def test_equals_rope_of_the_parts_bit_for_bit(shape, dtype, inplace, device, gen
     assert all(torch.equal(a, b) for a, b in zip(upstream, before, strict=True))
 
 
-@pytest.mark.parametrize("launch", [RopeLaunch(2, 2, 8, 1), RopeLaunch(4, 4, 8, 1), RopeLaunch(1, 8, 16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "launch",
+    [RopeLaunch(2, 2, 8, 1), RopeLaunch(4, 4, 8, 1, "evict_first"), RopeLaunch(1, 8, 16, 1, "", ".cs")],
+    ids=str,
+)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_tiling_gives_the_same_bits(launch, inplace, device, generator, monkeypatch):
     """Full tiles, partial ones of tokens and of heads, padded halves; with positions, one of them outside the table."""
