@@ -24,6 +24,8 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
+# Waiting threads sleep: where a CPU's cores have other work too, those that spin make a step ten times slower.
+demo: export OMP_WAIT_POLICY ?= passive
 demo: $(VENV)/.installed
 	$(BIN)/python train/pretrain.py --preset demo --name demo --checkpoint.resume never
 	$(BIN)/python train/sample.py runs/demo --prompt "KING." --max-tokens 200 --seed 1
