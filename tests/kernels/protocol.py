@@ -208,6 +208,11 @@ class Machine:
             "fence_async_shared": self.fence,
             "thread_barrier": self.gather,
             "warpgroup_mma_wait": self.wait_products,
+            "barrier_ring": self.barriers,
+            "plan_ring": lambda: self.numbers(32),
+            "note": lambda plan, slot, index, value: plan.index(16 * slot + index).store(value),
+            "noted": lambda plan, slot, index: plan.index(16 * slot + index).load(),
+            "matrix": lambda buffer: buffer,
         }
 
     def buffers(self, count: int) -> Ring:

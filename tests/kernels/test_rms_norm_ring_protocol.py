@@ -48,7 +48,6 @@ class _Rows:
         names = machine.names | {
             "gl": Language(program_id=lambda axis: program, num_programs=lambda axis: programs),
             "ring": lambda desc, count: machine.numbers(count),
-            "barrier_ring": machine.barriers,
             "tma_store": tma_store,
             "places": lambda *_: (0, VALUE, VALUE),
             "load_weight": lambda *_: VALUE,
