@@ -166,8 +166,8 @@ def matrix(buffer):
 
 @gluon_jit
 def take_turn(ME: tl.constexpr):
-    """Waits for `give_turn`, which may come first. The barriers with names, of which Triton uses those from 0 on, are
-    for warps alone, so that Triton need not bring a warpgroup's together before it says anything."""
+    """Waits for `give_turn`, which may come first. Warps arrive at a named barrier (12 to 14; Triton uses those from 0
+    on) one by one; before an arrival at an mbarrier, Triton brings those of a warpgroup together."""
     gl.inline_asm_elementwise(
         f"bar.sync {12 + ME}, 256; mov.b32 $0, $1;",
         "=r,r",

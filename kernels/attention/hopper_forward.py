@@ -308,7 +308,7 @@ def _consume(
                 acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
                 turn, last - i, low, high, score_scale, margin,
                 False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
-                    scores, output, left,
+                scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, count):

@@ -93,8 +93,8 @@ class RingLaunch:
         by_tma: outputs leave through shared memory; else from the registers.
         evict_first: without `by_tma`: what is written is the first to leave L2.
         runs: with `programs`: a program's tiles are neighbours; else every num_programs-th.
-        max_registers: registers a thread, at the start of the kernel where it is `programs`; a multiple of 8, or 0 for
-            no limit.
+        max_registers: registers a thread at most, with `programs` those it starts with, before the warps share them out
+            anew; a multiple of 8, or 0 for no limit.
     """
 
     block_rows: int
