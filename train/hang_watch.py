@@ -39,7 +39,8 @@ class HangWatch:
 
     Args:
         world: all ranks.
-        timeout: seconds without a move after which the process ends; 0 for never.
+        timeout: seconds without a move after which the process ends; 0 for never. Those in which the whole process was
+            stopped do not count.
         on_stall: is told after half of that time, once a standstill, from a thread of its own.
         leave: ends the process, after the message was printed.
     """
@@ -93,8 +94,10 @@ class HangWatch:
         store = self._open_store()
         self._post(store, "")
         moves, since, told = -1, time.monotonic(), False
+        asked = since
         while not self._end.wait(self._interval):
             now = time.monotonic()
+            since += max(now - asked - 2 * self._interval, 0.0)  # stopped as a whole (Ctrl-Z): nothing could move
             if self._moves != moves or self._patient:
                 moves, since, told = self._moves, now, False
             stuck = now - since
@@ -106,6 +109,7 @@ class HangWatch:
             if stuck >= self.timeout and self._report(store, stuck, moves):
                 self.leave(_EXIT_CODE)
                 return
+            asked = time.monotonic()
 
     def _open_store(self) -> Store | None:
         """A connection of its own: the one of the process group may be what the main thread waits on."""

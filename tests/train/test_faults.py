@@ -140,6 +140,31 @@ def test_a_message_that_gets_nowhere_holds_up_no_end(fault, monkeypatch):
     assert left == [1]
 
 
+def test_the_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch, capsys):
+    """By Ctrl-Z, a paused container; a standstill after that is still found."""
+    left, checks, went_on = [], [], []
+    watch = HangWatch(World(0, 0, 1, torch.device("cpu")), 1.6, lambda _: None, left.append)
+    wait = watch._end.wait
+
+    def stopped(seconds: float | None) -> bool:
+        checks.append(seconds)
+        if len(checks) == 2:
+            time.sleep(3)
+            went_on.append(time.monotonic())
+        return wait(seconds)
+
+    monkeypatch.setattr(watch._end, "wait", stopped)
+    with watch:
+        end = time.monotonic() + 20
+        while len(checks) < 4 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(checks) >= 4 and not left
+        while not left and time.monotonic() < end:
+            time.sleep(0.02)
+        assert left == [1] and time.monotonic() - went_on[0] > 0.8
+    assert "error: nothing has moved for 2 s" in capsys.readouterr().err
+
+
 def test_a_rank_that_moves_again_while_it_asks_the_others_goes_on(monkeypatch, capsys):
     store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
