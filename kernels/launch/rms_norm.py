@@ -54,8 +54,8 @@ class RmsNormLaunch:
             turns between both halves.
         touch: with `late_weight`: the first programs bring the weight into L2 while they wait for their rows.
 
-    No launch function says anything of `load`, `store`, `order` and `touch`, with which these kernels have not been run
-    on a card.
+    No launch function says anything of `load`, `store`, `order` and `touch`. Loads with "evict_first" alone were slower
+    in an earlier form of the kernel; the rest has not been run on a card.
     """
 
     block_rows: int
