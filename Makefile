@@ -25,7 +25,6 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	touch $@
 
 # Threads that wait for each other soon sleep: where the cores have other work too, those that spin for long slow it down.
-# On idle cores 10,000 turns cost nothing (3,500 to 3,700 tokens a second, 3,500 by default); sleeping at once costs a third.
 demo: export GOMP_SPINCOUNT ?= 10000
 demo: $(VENV)/.installed
 	$(BIN)/python train/pretrain.py --preset demo --name demo --checkpoint.resume never

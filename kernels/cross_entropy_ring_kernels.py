@@ -22,10 +22,10 @@ from __future__ import annotations
 from fuselm.kernels._triton import tl
 from fuselm.kernels.attention.hopper_common import (
     barrier_ring,
-    fence_async_shared,
     gl,
     gluon_jit,
     mbarrier,
+    release,
     ring,
     thread_barrier,
     tma_load,
@@ -73,13 +73,6 @@ def bring_rows(
 
 
 # --- Both passes -------------------------------------------------------------------------------------------------
-
-
-@gluon_jit
-def release(empty, slot):
-    """The slot is read: TMA may overwrite it, once every thread of the partition is here."""
-    fence_async_shared()
-    mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon_jit

@@ -22,6 +22,7 @@ from fuselm.kernels.attention.hopper_common import (
     gl,
     gluon_jit,
     mbarrier,
+    release,
     ring,
     thread_barrier,
     tma,
@@ -59,13 +60,6 @@ def load_weight(weight_ptr, column, exists, offset, HAS_WEIGHT: tl.constexpr):
         return gl.load(weight_ptr + column, mask=exists, other=0.0).to(gl.float32) + gl.cast(offset, gl.float32)
     else:
         return gl.full_like(column, 1.0, dtype=gl.float32)
-
-
-@gluon_jit
-def release(empty, slot):
-    """The slot is read: TMA may overwrite it, once every thread of the partition is here."""
-    fence_async_shared()
-    mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon_jit

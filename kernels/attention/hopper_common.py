@@ -191,6 +191,13 @@ def give_turn(OTHER: tl.constexpr):
     )
 
 
+@gluon_jit
+def release(empty, slot):
+    """The slot is read: TMA may overwrite it, once every thread of the partition is here."""
+    fence_async_shared()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
 # --- Schedules ---------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fuselm.kernels import cross_entropy_ring_groups as groups
 from fuselm.kernels import cross_entropy_ring_kernels as kernels
+from fuselm.kernels.attention import hopper_common as common
 
 from .protocol import VALUE, Buffer, Change, Language, Machine, Ring, Value, as_python, faults
 
@@ -143,7 +144,7 @@ def test_two_groups(chunks, slots):
 # waited for the same chunk, have told them that the row is there.
 FAULTS = {
     name: change
-    for name, change in faults((kernels, groups)).items()
+    for name, change in faults((common, kernels, groups)).items()
     if not (name.startswith("write_masked:") and name.endswith("left out"))
 }
 
