@@ -80,9 +80,11 @@ def _heads_tile(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     LOADS: tl.constexpr,  # an eviction policy or ""
-    STORES: tl.constexpr,  # a cache modifier or ""
+    STORES: tl.constexpr,  # an eviction policy, a cache modifier or ""
 ):
     """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
+    CACHE: tl.constexpr = "" if STORES == "evict_first" else STORES  # pyright: ignore[reportAssignmentType]
+    EVICTION: tl.constexpr = STORES if STORES == "evict_first" else ""  # pyright: ignore[reportAssignmentType]
     HALF: tl.constexpr = HEAD_DIM // 2
     head = (first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
@@ -103,11 +105,11 @@ def _heads_tile(
         x1 = a.to(out_ptr.dtype.element_ty)
         x2 = b.to(out_ptr.dtype.element_ty)
     if EVEN:
-        tl.store(out, x1, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
-        tl.store(out + HALF, x2, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
+        tl.store(out, x1, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        tl.store(out + HALF, x2, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
     else:
-        tl.store(out, x1, mask=mask, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
-        tl.store(out + HALF, x2, mask=mask, cache_modifier=STORES)  # pyright: ignore[reportArgumentType]
+        tl.store(out, x1, mask=mask, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        tl.store(out + HALF, x2, mask=mask, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
 
 
 @jit

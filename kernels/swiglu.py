@@ -50,12 +50,12 @@ def _tile(inner, ffn, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr):
-    """fp32; EVEN: every element of the tile exists."""
+def _load(pointers, mask, EVEN: tl.constexpr, LOAD: tl.constexpr):
+    """fp32; EVEN: every element of the tile exists. LOAD: an eviction policy or ""."""
     if EVEN:
-        return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers, eviction_policy=LOAD).to(tl.float32)  # pyright: ignore[reportArgumentType]
     else:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)  # pyright: ignore[reportArgumentType]
 
 
 @jit
@@ -78,11 +78,12 @@ def _swiglu_forward_kernel(
     EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    LOAD: tl.constexpr,
 ):
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
-    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN)
+    gate = _load(gate_ptr, mask, EVEN, LOAD)  # [R, C]
+    up = _load(gate_ptr + tl.cast(ffn, tl.int64) * stride_column, mask, EVEN, LOAD)
     _store(out_ptr + (outer * inner + rows) * ffn + columns, gate * tl.sigmoid(gate) * up, mask, EVEN)
 
 
@@ -105,15 +106,16 @@ def _swiglu_backward_kernel(
     EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    LOAD: tl.constexpr,
 ):
     """out may be gate_up itself: a thread reads an element's gate and up before it writes there."""
     outer, rows, columns, mask = _tile(inner, ffn, BLOCK_ROWS, BLOCK_COLUMNS)
     half = tl.cast(ffn, tl.int64)
     gate_ptr = gate_up_ptr + outer * stride_outer + rows * stride_row + columns * stride_column
-    gate = _load(gate_ptr, mask, EVEN)  # [R, C]
-    up = _load(gate_ptr + half * stride_column, mask, EVEN)
+    gate = _load(gate_ptr, mask, EVEN, LOAD)  # [R, C]
+    up = _load(gate_ptr + half * stride_column, mask, EVEN, LOAD)
     at = outer * grad_stride_outer + rows * grad_stride_row + columns * grad_stride_column
-    grad = _load(grad_ptr + at, mask, EVEN)
+    grad = _load(grad_ptr + at, mask, EVEN, LOAD)
     sigma = tl.sigmoid(gate)
     out = out_ptr + outer * out_stride_outer + rows * out_stride_row + columns * out_stride_column
     _store(out, grad * up * (sigma * (1.0 + gate * (1.0 - sigma))), mask, EVEN)
@@ -154,6 +156,7 @@ def _launch_forward(gate_up: Tensor) -> Tensor:
             EVEN=even,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
+            LOAD=launch.load,
             num_warps=launch.num_warps,
             num_stages=1,
         )
@@ -185,6 +188,7 @@ def _launch_backward(grad: Tensor, gate_up: Tensor, inplace: bool = False) -> Te
             EVEN=even,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_COLUMNS=launch.block_columns,
+            LOAD=launch.load,
             num_warps=launch.num_warps,
             num_stages=1,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tuning.base import Target, some_rows
 
-from fuselm.kernels.launch.rms_norm import RingLaunch, RmsNormLaunch, SumLaunch
+from fuselm.kernels.launch.rms_norm import RmsNormLaunch, SumLaunch
 from fuselm.kernels.rms_norm_launchers import launch_backward, launch_forward
 
 SMS = 132
@@ -73,93 +73,48 @@ def _window(main: int, tail: int, warps: int, programs: int, registers: int = 0,
     return RmsNormLaunch(1, main, tail, warps, programs, stages, window=True, max_registers=registers)
 
 
-def _hints(launch: RmsNormLaunch) -> tuple[RmsNormLaunch, ...]:
-    """A launch with what caches may be told, and other orders of rows. Loads with evict_first alone were slower."""
-    change = functools.partial(dataclasses.replace, launch)
-    policies = (("", ".cs"), ("", "evict_first"), ("", ".wt"), (".cg", ""), ("evict_first", ".cs"), ("evict_last", ""))
-    hints = (change(load=load, store=store) for load, store in policies)
-    return (change(late_weight=True, touch=True), *hints, change(order="halves"), change(order="backward"))
+def _kept(launch: RmsNormLaunch) -> tuple[RmsNormLaunch, ...]:
+    """A launch whose rows stay in L2 once they are read, with other stores, orders, weights and numbers of warps."""
+    change = functools.partial(dataclasses.replace, launch, load="evict_last")
+    return (
+        change(),
+        *(change(store=store) for store in (".cs", "evict_first", ".wt", "evict_last")),
+        change(order="halves"),
+        change(num_warps=launch.num_warps // 2),
+        change(num_warps=launch.num_warps * 2),
+        change(late_weight=not launch.late_weight),
+        change(late_weight=True, touch=True),
+        change(late_weight=True, touch=True, order="halves"),
+    )
 
 
-def _ways(*launches: RingLaunch) -> tuple[RingLaunch, ...]:
-    """Each with outputs from the registers and through shared memory, the first two also the first to leave L2."""
-    ways = tuple(dataclasses.replace(launch, by_tma=by_tma) for launch in launches for by_tma in (False, True))
-    return (*ways, *(dataclasses.replace(launch, evict_first=True) for launch in launches[:2]))
+def _narrow(
+    block_rows: int, warps: int, late_weight: bool = True, touch: bool = False, load: str = ""
+) -> RmsNormLaunch:
+    return RmsNormLaunch(block_rows, 1024, 0, warps, late_weight=late_weight, touch=touch, load=load)
 
-
-def _ring(block_rows: int, slots: int, warps: int, programs: int, registers: int, runs: bool = False) -> RingLaunch:
-    return RingLaunch(block_rows, slots, warps, programs, runs=runs, max_registers=registers)
-
-
-# Rows by TMA, 64 to 200 KB of them at once in shared memory. Registers: what an SM has for so many programs, each with
-# a warp that loads and three that wait beside it.
-_RINGS = {
-    8192: (
-        *_ways(_ring(1, 6, 8, 2, 80), RingLaunch(1, 2, 8), _ring(1, 12, 8, 1, 168), RingLaunch(1, 4, 16)),
-        _ring(1, 4, 8, 2, 80),
-        _ring(1, 6, 8, 2, 80, runs=True),
-        _ring(1, 6, 8, 8, 80),  # more programs than there is room for: who is done first gets the next
-        _ring(1, 8, 16, 1, 96),
-        _ring(2, 6, 16, 1, 96),
-        RingLaunch(1, 1, 8),
-        RingLaunch(1, 2, 16),
-        RingLaunch(1, 4, 8),
-    ),
-    4096: (
-        *_ways(_ring(1, 8, 8, 2, 80), RingLaunch(1, 4, 8), _ring(1, 8, 4, 3, 80), _ring(2, 6, 8, 2, 80)),
-        _ring(2, 8, 8, 1, 168),
-        RingLaunch(1, 4, 4),
-        _ring(1, 8, 8, 2, 80, runs=True),
-        _ring(1, 8, 8, 8, 80),
-        _ring(4, 6, 16, 1, 96),
-        RingLaunch(1, 2, 8),
-        RingLaunch(1, 2, 4),
-        RingLaunch(2, 2, 8),
-        RingLaunch(1, 8, 8),
-    ),
-    768: (
-        *_ways(_ring(8, 6, 8, 2, 80), RingLaunch(4, 2, 4), _ring(4, 6, 4, 3, 80), RingLaunch(8, 2, 8)),
-        _ring(8, 6, 8, 2, 80, runs=True),
-        _ring(8, 6, 8, 8, 80),
-        _ring(8, 12, 8, 1, 168),
-        _ring(16, 4, 16, 1, 96),
-        RingLaunch(4, 1, 4),
-        RingLaunch(4, 4, 4),
-        RingLaunch(2, 4, 2),
-        RingLaunch(8, 4, 8),
-    ),
-}
-_ADD_RINGS = {  # a slot has two rows
-    4096: (
-        *_ways(_ring(1, 6, 8, 2, 80), RingLaunch(1, 2, 8), _ring(1, 4, 4, 3, 80), RingLaunch(1, 4, 8)),
-        _ring(1, 4, 8, 2, 80),
-        _ring(2, 6, 16, 1, 96),
-        _ring(1, 6, 8, 2, 80, runs=True),
-        _ring(1, 6, 8, 8, 80),
-        _ring(1, 12, 8, 1, 168),
-        RingLaunch(1, 1, 8),
-        RingLaunch(1, 2, 16),
-        RingLaunch(2, 2, 16),
-    ),
-    8192: (
-        *_ways(_ring(1, 3, 16, 1, 96), RingLaunch(1, 2, 16), _ring(1, 6, 16, 1, 96), RingLaunch(1, 1, 16)),
-        _ring(1, 6, 16, 1, 96, runs=True),
-    ),
-    768: (
-        *_ways(_ring(8, 3, 8, 2, 80), RingLaunch(4, 2, 4), _ring(4, 4, 4, 3, 80), RingLaunch(8, 2, 8)),
-        _ring(8, 3, 8, 2, 80, runs=True),
-        RingLaunch(2, 2, 2),
-    ),
-}
 
 _FORWARD = {
     (8192, 8192): (
-        *_hints(RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
-        *_RINGS[8192],
-        RmsNormLaunch(2, 8192, 0, 16, late_weight=True, touch=True),
+        *_kept(RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
+        RmsNormLaunch(1, 8192, 0, 8, late_weight=True, order="halves"),
+        RmsNormLaunch(2, 8192, 0, 16, late_weight=True, load="evict_last"),
     ),
-    (65536, 768): (*_RINGS[768], *_hints(RmsNormLaunch(2, 1024, 0, 2))),
-    (16384, 4096): (*_RINGS[4096], *_hints(RmsNormLaunch(1, 4096, 0, 4))),
+    (65536, 768): (
+        _narrow(2, 2, touch=True),
+        _narrow(2, 2, late_weight=False, load=".cg"),
+        _narrow(2, 2, touch=True, load=".cg"),
+        _narrow(2, 2, load="evict_last"),
+        _narrow(2, 2, touch=True, load="evict_last"),
+        *(_narrow(rows, warps) for rows, warps in ((1, 1), (1, 2), (4, 4), (4, 2))),
+        *(_narrow(rows, warps, late_weight=False) for rows, warps in ((1, 1), (4, 4))),
+        *(_narrow(rows, warps, load="evict_last") for rows, warps in ((1, 1), (4, 4), (1, 2))),
+    ),
+    (16384, 4096): (
+        *_kept(RmsNormLaunch(1, 4096, 0, 4)),
+        RmsNormLaunch(1, 4096, 0, 8, late_weight=True, load="evict_last"),
+        RmsNormLaunch(2, 4096, 0, 8, load="evict_last"),
+    ),
     (16384, 4097): (
         _window(4096, 16, 8, SMS * 4, 64),
         # Every thread has a whole vector of the tail, so that the tail comes through shared memory too.
@@ -184,14 +139,23 @@ _FORWARD = {
     ),
 }
 _ADD_FORWARD = {
-    (16384, 4096): (*_ADD_RINGS[4096], *_hints(RmsNormLaunch(1, 4096, 0, 16))),
+    (16384, 4096): (
+        *_kept(RmsNormLaunch(1, 4096, 0, 16)),
+        RmsNormLaunch(1, 4096, 0, 8, late_weight=True, load="evict_last"),
+        RmsNormLaunch(2, 4096, 0, 16, load="evict_last"),
+        RmsNormLaunch(1, 4096, 0, 16, load="evict_last", order="backward"),
+    ),
     (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
-    (65536, 768): (*_ADD_RINGS[768], RmsNormLaunch(2, 1024, 0, 4), RmsNormLaunch(2, 1024, 0, 2, late_weight=True)),
+    (65536, 768): (
+        *_kept(RmsNormLaunch(2, 1024, 0, 4)),
+        _narrow(2, 4, touch=True),
+        _narrow(2, 2, load="evict_last"),
+        _narrow(1, 2, load="evict_last"),
+    ),
     (8192, 8192): (
-        *_ADD_RINGS[8192],
+        *_kept(RmsNormLaunch(1, 8192, 0, 16, late_weight=True)),
         RmsNormLaunch(1, 8192, 0, 16, late_weight=True, touch=True),
-        RmsNormLaunch(1, 8192, 0, 16, late_weight=True, store=".cs"),
-        RmsNormLaunch(1, 8192, 0, 8, late_weight=True),
+        RmsNormLaunch(1, 8192, 0, 8, late_weight=True, touch=True, load="evict_last"),
     ),
 }
 _BACKWARD = {

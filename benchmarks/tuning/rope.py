@@ -60,9 +60,8 @@ def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
         RopeLaunch(tokens, heads, half, 4),
         RopeLaunch(2 * tokens, heads, half, 4),
         RopeLaunch(2 * tokens, heads, half, 8),
-        RopeLaunch(tokens, heads, half, 4, "evict_first"),
-        RopeLaunch(tokens, heads, half, 4, "", ".cs"),
-        RopeLaunch(tokens, heads, half, 4, "evict_first", ".cs"),
+        *(RopeLaunch(tokens, heads, half, 4, "evict_last", stores) for stores in ("", ".cs", "evict_first")),
+        *(RopeLaunch(2 * tokens, heads, half, warps, "evict_last") for warps in (4, 8)),
     )
 
 

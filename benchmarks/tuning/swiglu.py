@@ -15,7 +15,11 @@ ELEMENT = 2  # bytes of bf16
 SHAPES = ((16384, 14336), (32768, 8192), (8193, 4097), (16384, 5120), (1, 14336))
 
 # The default forward has two vectors of each operand a thread, the one backward one; 16 warps lost on an H200.
-_CANDIDATES = (SwigluLaunch(1, 512, 1), SwigluLaunch(1, 1024, 4), SwigluLaunch(1, 2048, 8))
+_CANDIDATES = tuple(
+    SwigluLaunch(1, columns, warps, load)
+    for load in ("", "evict_last")
+    for columns, warps in ((512, 1), (1024, 4), (2048, 8))
+)
 
 
 def _tensors(rows: int, ffn: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,8 +20,8 @@ class RopeLaunch:
         block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
-        loads: eviction policy of q, k and v as they are read, "" or "evict_first".
-        stores: cache modifier of what is written, "" or ".cs": the first to leave the L2 cache.
+        loads: eviction policy of q, k and v as they are read, "" or "evict_last".
+        stores: of what is written, the cache modifier ".cs" or the eviction policy "evict_first", or "".
 
     No launch function says anything of `loads` and `stores`, with which the kernel has not been run on a card.
     """

@@ -21,11 +21,13 @@ class SwigluLaunch:
         block_rows: rows a program (more than one only where a row is short).
         block_columns: columns of the output a program.
         num_warps: warps a program.
+        load: eviction policy of what is read, "" or "evict_last". No launch function says anything of it.
     """
 
     block_rows: int
     block_columns: int
     num_warps: int
+    load: str = ""
 
 
 def _power_of_two(n: int) -> int:
