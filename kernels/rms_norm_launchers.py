@@ -8,7 +8,7 @@ import torch
 
 from fuselm.kernels._triton import device_profile
 from fuselm.kernels.direct import launch_device
-from fuselm.kernels.launch.rms_norm import RingLaunch, RmsNormLaunch, backward_launch, forward_launch, sum_launch
+from fuselm.kernels.launch.rms_norm import RmsNormLaunch, backward_launch, forward_launch, sum_launch
 from fuselm.kernels.rms_norm_kernels import (
     rms_norm_backward_chunked_kernel,
     rms_norm_backward_kernel,
@@ -16,7 +16,6 @@ from fuselm.kernels.rms_norm_kernels import (
     rms_norm_forward_kernel,
     sum_partials_kernel,
 )
-from fuselm.kernels.rms_norm_ring import launch_ring, ring_refusal
 from fuselm.kernels.rms_norm_unaligned_kernels import (
     rms_norm_unaligned_backward_kernel,
     rms_norm_unaligned_forward_kernel,
@@ -88,15 +87,8 @@ def launch_forward(
     inner, views = _row_views(x) if residual is None else _row_views(x, residual)
     (x_in, *x_strides), (residual_in, *residual_strides) = views[0], views[-1]
     itemsize = max(x_in.element_size(), residual_in.element_size())
-    dense, profile = _all_dense(x_in, residual_in), device_profile(x.device)
-    launch = forward_launch(rows, n, itemsize, profile, residual is not None, dense)
-    if isinstance(launch, RingLaunch):
-        reason = ring_refusal(x, residual, dense, profile)
-        if reason is not None:
-            raise ValueError(f"{launch} for x {tuple(x.shape)}: {reason}")
-        with launch_device(x):
-            launch_ring(launch, x, residual, weight, y, h, rstd, eps, offset, profile.num_sms)
-        return y, h, rstd
+    dense = _all_dense(x_in, residual_in)
+    launch = forward_launch(rows, n, itemsize, device_profile(x.device), residual is not None, dense)
     blocks = -(-rows // launch.block_rows)
     programs = min(launch.programs or blocks, blocks)
     if launch.order == "halves":

@@ -133,7 +133,7 @@ _FORWARD = {
         _window(1024, 0, 2, SMS * 16, 64),
     ),
     (16384, 5120): (
-        RmsNormLaunch(1, 4096, 1024, 4),
+        RmsNormLaunch(1, 4096, 1024, 4, load="evict_last"),
         RmsNormLaunch(1, 4096, 1024, 4, late_weight=True),
         RmsNormLaunch(1, 4096, 1024, 8, late_weight=True),
     ),
@@ -154,6 +154,7 @@ _ADD_FORWARD = {
     ),
     (8192, 8192): (
         *_kept(RmsNormLaunch(1, 8192, 0, 16, late_weight=True)),
+        RmsNormLaunch(1, 8192, 0, 16, late_weight=True),
         RmsNormLaunch(1, 8192, 0, 16, late_weight=True, touch=True),
         RmsNormLaunch(1, 8192, 0, 8, late_weight=True, touch=True, load="evict_last"),
     ),

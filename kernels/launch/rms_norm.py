@@ -19,6 +19,8 @@ _VECTOR_BYTES = 16
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
+# Narrowest rows of which L2 is told to keep what was read.
+_KEPT_WIDTH = 4096
 # Narrowest unaligned rows that are read in whole vectors.
 _WINDOW_WIDTH = 1024
 # Elements of the rows that one program takes alone, backward: 16 a thread.
@@ -54,8 +56,8 @@ class RmsNormLaunch:
             turns between both halves.
         touch: with `late_weight`: the first programs bring the weight into L2 while they wait for their rows.
 
-    No launch function says anything of `load`, `store`, `order` and `touch`. Loads with "evict_first" alone were slower
-    in an earlier form of the kernel; the rest has not been run on a card.
+    No launch function says anything of `store`, `order` and `touch`: without `load` none of them gained 1 % (H200,
+    benchmarks/results/tune_rms_norm_hints.json).
     """
 
     block_rows: int
@@ -79,32 +81,6 @@ class RmsNormLaunch:
     def rows_in_one_thread(self, columns: int, itemsize: int) -> bool:
         """True where the program's threads all lie along a row of `columns`, so that a sum over rows is local."""
         return columns * itemsize // _VECTOR_BYTES >= 32 * self.num_warps
-
-
-@dataclass(frozen=True)
-class RingLaunch:
-    """Launch of a kernel of rms_norm_ring_kernels.py. No launch function picks one: not run on a card.
-
-    Attributes:
-        block_rows: rows of a tile (a power of two), one copy by TMA.
-        slots: tiles of each input that shared memory holds; without `programs`, tiles a program.
-        num_warps: warps that compute.
-        programs: programs an SM of a persistent grid, each with a warp that loads; 0 for the burst kernel.
-        by_tma: outputs leave through shared memory; else from the registers.
-        evict_first: without `by_tma`: what is written is the first to leave L2.
-        runs: with `programs`: a program's tiles are neighbours; else every num_programs-th.
-        max_registers: registers a thread at most, with `programs` those it starts with, before the warps share them out
-            anew; a multiple of 8, or 0 for no limit.
-    """
-
-    block_rows: int
-    slots: int
-    num_warps: int
-    programs: int = 0
-    by_tma: bool = False
-    evict_first: bool = False
-    runs: bool = False
-    max_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,9 +193,12 @@ def forward_launch(
         # residual there are twice the loads: 8 elements (16384 x 4096: 0.1349; 32 elements and late weight 0.1356), 16
         # of the widest (8192 x 8192 with late weight 0.1343, 32 elements 0.1352, without late weight 0.1368). Rows read
         # twice, the second time out of L1, gain nothing: 8192 x 8192 in halves 0.0698 for 0.0701, 16384 x 4096 0.0710
-        # for 0.0696.
+        # for 0.0696. Rows that stay in L2 once they are read: 16384 x 4096 0.0673 for 0.0685, 8192 x 8192 0.0684 for
+        # 0.0695, with a residual 16384 x 4096 0.1308 for 0.1324; narrow rows lose, 65536 x 768 0.0536 for 0.0524
+        # (benchmarks/results/tune_rms_norm_hints.json). The widest with a residual were not timed.
+        load = "evict_last" if n >= _KEPT_WIDTH else ""
         per_thread = (8 if main <= 4096 else 16) if residual else 32
-        return RmsNormLaunch(1, main, 0, _warps(main, per_thread, 32), late_weight=main > 4096)
+        return RmsNormLaunch(1, main, 0, _warps(main, per_thread, 32), late_weight=main > 4096, load=load)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 

@@ -23,7 +23,9 @@ class RopeLaunch:
         loads: eviction policy of q, k and v as they are read, "" or "evict_last".
         stores: of what is written, the cache modifier ".cs" or the eviction policy "evict_first", or "".
 
-    No launch function says anything of `loads` and `stores`, with which the kernel has not been run on a card.
+    No launch function says anything of `loads` and `stores`, with whose values here the kernel was not timed, ".cs"
+    excepted: it gained nothing, and loads with "evict_first" lost at each of three large shapes (H200,
+    benchmarks/results/tune_rope_hints.json).
     """
 
     block_tokens: int

@@ -25,6 +25,7 @@ LAUNCHES = {
     "touched weight, backward": RmsNormLaunch(1, 512, 0, 4, late_weight=True, touch=True, order="backward"),
     "halves": RmsNormLaunch(1, 512, 0, 4, order="halves"),
     "halves of rows, hints": RmsNormLaunch(2, 256, 64, 4, order="halves", load=".cg", store="evict_first"),
+    "rows that stay in L2": RmsNormLaunch(1, 512, 0, 4, late_weight=True, load="evict_last"),
     "one program": RmsNormLaunch(8, 512, 0, 4, 1),
     "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
     "chunked": RmsNormLaunch(1, 128, 0, 4, 3),
@@ -231,13 +232,15 @@ def test_a_row_is_covered_by_as_few_lanes_as_two_blocks_allow():
 def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
     hopper = KNOWN_PROFILES[90]
     chosen = {
-        n: [forward_launch(65536, n, 2, hopper, residual) for residual in (False, True)] for n in (768, 384, 4096, 8192)
+        n: [forward_launch(65536, n, 2, hopper, residual) for residual in (False, True)]
+        for n in (768, 384, 2048, 4096, 8192)
     }
     assert chosen == {
         768: [RmsNormLaunch(2, 1024, 0, 2), RmsNormLaunch(2, 1024, 0, 4)],
         384: [RmsNormLaunch(4, 512, 0, 2), RmsNormLaunch(1, 256, 128, 1)],
-        4096: [RmsNormLaunch(1, 4096, 0, 4), RmsNormLaunch(1, 4096, 0, 16)],
-        8192: [RmsNormLaunch(1, 8192, 0, 8, late_weight=True), RmsNormLaunch(1, 8192, 0, 16, late_weight=True)],
+        2048: [RmsNormLaunch(1, 2048, 0, 2), RmsNormLaunch(1, 2048, 0, 8)],
+        4096: [RmsNormLaunch(1, 4096, 0, warps, load="evict_last") for warps in (4, 16)],
+        8192: [RmsNormLaunch(1, 8192, 0, warps, late_weight=True, load="evict_last") for warps in (8, 16)],
     }
     assert forward_launch(1, 768, 2, hopper, True) == RmsNormLaunch(1, 1024, 0, 4)
 

@@ -101,7 +101,9 @@ def test_compiled_and_second_derivatives(device, generator):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("launch", [SwigluLaunch(1, 16, 1), SwigluLaunch(4, 8, 2), SwigluLaunch(2, 64, 4)])
+@pytest.mark.parametrize(
+    "launch", [SwigluLaunch(1, 16, 1), SwigluLaunch(4, 8, 2, "evict_last"), SwigluLaunch(2, 64, 4)]
+)
 def test_full_and_partial_tiles_give_the_same_bits(launch, inplace, device, generator, monkeypatch):
     x = torch.randn((8, 96), generator=generator, device=device, requires_grad=True)
     results = []
