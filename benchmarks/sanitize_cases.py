@@ -88,8 +88,8 @@ def _run_attention(hopper: bool, case: Mapping[str, Any], device: torch.device, 
 
 
 def _run_cross_entropy_hopper(rows: int, vocab: int, device: torch.device) -> None:
-    one = torch.empty((1, 1, vocab), dtype=torch.bfloat16, device=device)
-    refusal = ring_refusal(one, one, device_profile(device), smoothing=False, softcap=False)
+    some = torch.empty((1, 64, vocab), dtype=torch.bfloat16, device=device)
+    refusal = ring_refusal(some, some, device_profile(device), smoothing=False, softcap=False)
     if refusal is not None:
         raise NotHereError(refusal)
     _run_spec("cross_entropy", {"rows": (rows,), "vocab": vocab, "z_loss": 1e-4}, device)
@@ -146,6 +146,7 @@ CASES: tuple[SanitizerCase, ...] = (
     SanitizerCase("linear_cross_entropy, memory_budget", partial(_run_spec, "linear_cross_entropy", _BUDGET)),
     # More rows than several programs share, and as many as refill all slots of shared memory.
     SanitizerCase("cross_entropy Hopper", partial(_run_cross_entropy_hopper, 300, 41024)),
+    SanitizerCase("cross_entropy Hopper, rows within lines", partial(_run_cross_entropy_hopper, 320, 41025)),
     SanitizerCase("cross_entropy Hopper, one group", partial(_run_cross_entropy_hopper, 140, 128256)),
     SanitizerCase("adamw fp32", partial(_run_adamw, torch.float32, {})),
     SanitizerCase("adamw bf16, master weights", partial(_run_adamw, torch.bfloat16, {"master_weights": True})),

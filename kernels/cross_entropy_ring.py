@@ -96,7 +96,7 @@ def launch_ring(
     """Loss, lse and gradient as `launch_forward` writes them; `ring_refusal` says for what. On the current device."""
     rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
     if launch.writers:
-        if launch.kept or not launch.holds(vocab):
+        if launch.kept or launch.again(vocab):
             raise ValueError(f"{launch}: {vocab} logits do not fit in its slots, and writers keep none of them")
         kernel = cross_entropy_groups_kernel
         form = {

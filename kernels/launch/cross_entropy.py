@@ -57,8 +57,7 @@ class RingLaunch:
         num_warps: warps that compute, or only read where there are writers; a producer counts as four warps more.
         writers: warps that write the gradient of a row while the others read the next one; 0 for one group that does
             both, and loads what does not stay in the slots twice.
-        kept: chunks at a row's beginning that stay in registers instead, fewer than a row has; without writers. No
-            launch function picks any: not run on a card.
+        kept: chunks at a row's beginning that stay in registers instead, fewer than a row has; without writers.
     """
 
     tile: int
@@ -72,28 +71,37 @@ class RingLaunch:
         """Registers a thread with which a program fits on an SM of 65,536."""
         return min(65536 // (32 * (self.num_warps + self.writers + 4)) // 8 * 8, 248)
 
-    def holds(self, vocab: int) -> bool:
-        """Whether the slots hold a row of `vocab` logits, wherever in a line of RING_COLUMNS it begins."""
+    def again(self, vocab: int) -> int:
+        """Chunks of a row of `vocab` logits for which slots and registers have no room, wherever in a line of
+        RING_COLUMNS the row begins: they are brought twice."""
         in_front = RING_COLUMNS - 1 if vocab % RING_COLUMNS else 0
-        return in_front + vocab <= self.slots * self.tile * RING_COLUMNS
+        return max(-(-(in_front + vocab) // (self.tile * RING_COLUMNS)) - self.kept - self.slots, 0)
 
 
 def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     """Launch for rows of `vocab` 16-bit logits in shared memory on Hopper, else None: the portable kernel.
 
+    Two groups of warps where the slots hold a row, of any length. Longer ones have one group, which keeps chunks in
+    registers, while a row fits, or all but one of the smaller chunks; not if they begin within lines of RING_COLUMNS,
+    which this group does not know.
+
     Loss and gradient on an H200, bf16, beside the portable kernel: 16384 x 40960 0.687 ms for 0.727, x 50304 0.840 for
-    0.945, x 65536 1.132 for 1.285; with chunks of 128 lines (128 x 14) 0.704, 0.851 and 1.125. 16384 x 32000 takes
-    0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960, and was not looked for. Rows that the slots do
-    not hold, up to the length that was measured, have one group of warps, which brings the three chunks of 16 that do
-    not stay out of L2 once more: 8192 x 128256 1.228 ms for 1.261. Rows that begin within a line of RING_COLUMNS, which
-    only launches with writers take, keep the portable kernel: this form has not been run on a card.
+    0.945, x 65536 1.132 for 1.285, x 50257, within lines, 0.877 for 0.975; with chunks of 128 lines (128 x 14) 0.704,
+    0.851, 1.125 and 0.880. 16384 x 32000 takes 0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960,
+    and was not looked for. 8192 x 128256 1.111 ms for 1.265; with three or four chunks in registers 1.136 and 1.148,
+    with none 1.223. 8192 x 151936, of whose 38 smaller chunks one is brought twice, 1.426 for 1.551.
     """
-    if profile.arch != 90 or profile.shared_memory < _RING_SHARED or not 40960 <= vocab <= 131072:
+    if profile.arch != 90 or profile.shared_memory < _RING_SHARED or vocab < 40960:
         return None
+    groups = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
+    if not groups.again(vocab):
+        return groups
     if vocab % RING_COLUMNS:
         return None
-    launch = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
-    return launch if launch.holds(vocab) else RingLaunch(tile=128, slots=13, num_warps=16)
+    large, small = RingLaunch(tile=128, slots=13, num_warps=16, kept=5), RingLaunch(64, 27, 16, kept=10)
+    if not large.again(vocab):
+        return large
+    return small if small.again(vocab) <= 1 else None
 
 
 def parts_launch(rows: int, vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> PartsLaunch | None:
