@@ -39,7 +39,6 @@ BACKWARD_ROWS = (*ROWS, (4, 4097, 32, 8, 128))
 DOCUMENT_ROWS = ((1, 16384, 32, 8, 128),)  # at head_dim 64 documents have no sections
 FORWARD_DOCUMENT_ROWS = (*DOCUMENT_ROWS, (1, 16384, 32, 8, 64))
 DOCUMENTS = (0, *accumulate(document_lengths(16384, 64, 8192)))  # those of the benchmark
-DETERMINISTIC_ROWS = ((4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 64))
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
 
 
@@ -123,26 +122,11 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(length: int, head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """From tile to tile without a pause or not, and sections; dQ of a block in the next pass or not."""
-    if head_dim == 64:
-        sections, others = (16, 12, 20, 24), [(24, True), (32, True)]
-    else:
-        # A group of heads has 32 MiB at 16384 queries: the smallest section is one of them, the largest has them all.
-        sections = (32, 64, 256) if length >= 16384 else (32, 24, 16, 48)
-        others = [(24, True), (16, True), (32, True), (32, False), (48, True)]
-    block_m = 8192 // head_dim
-    rolling = [HopperBackwardLaunch(block_m, 2, section * MIB, rolling=True) for section in sections]
-    return (*rolling, *(HopperBackwardLaunch(block_m, 2, section * MIB, lagged) for section, lagged in others))
-
-
-def ordered_candidates(head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Ordered launches, and the same without the order, whose time says what the order costs."""
-    block_m = 128 if head_dim == 64 else 64
-    return tuple(
-        HopperBackwardLaunch(block_m, 2, 32 * MIB, lagged, ordered)
-        for ordered in (True, False)
-        for lagged in (True, False)
-    )
+    """Sections."""
+    sections = (16, 12, 20, 24) if head_dim == 64 else (32, 24, 16, 48)
+    if head_dim == 128 and length >= 16384:  # where a group of heads has 32 MiB: one, two and all of them
+        sections = (32, 64, 256)
+    return tuple(HopperBackwardLaunch(section * MIB) for section in sections)
 
 
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:
@@ -182,16 +166,6 @@ TARGETS = (
         )
         for rows, documents in ((BACKWARD_ROWS, ()), (DOCUMENT_ROWS, DOCUMENTS))
         for row in rows
-    ]
-    + [
-        Target(
-            _name("backward deterministic", "hopper", row),
-            f"{_HOPPER}backward.hopper_backward_launch",
-            ordered_candidates(row[-1]),
-            functools.partial(_backward, functools.partial(hopper_backward, deterministic=True), row),
-            0,
-        )
-        for row in DETERMINISTIC_ROWS
     ]
     + [
         Target(

@@ -4,11 +4,9 @@ Formulas as in portable.py, five products instead of seven: a program keeps 128 
 warpgroups with 64 of them each, and goes through the queries of all heads that share them:
     Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that Pᵀ and dSᵀ are left operands in registers: dV += Pᵀ·dO, dK += dSᵀ·Q;
     dS also goes to shared memory, where both consumers read all of it: each computes one half of dQ = dS·K, which is
-    added to an fp32 buffer in device memory. In a lagged launch this is dQ of the block before: the consumers, which
-    need each other's dS for it, need not keep step then.
-These additions come in any order: the last bits of dQ vary from run to run (dK, dV do not). In an ordered launch they
-come tile by tile (`wait_for_turn`), and the bits are the same in every run. A rolling launch runs
-hopper_backward_rolling.py's kernel instead of the one here.
+    added to an fp32 buffer in device memory.
+hopper_backward_rolling.py's kernel adds in any order: the last bits of dQ vary from run to run (dK, dV do not). The one
+here, for deterministic calls, adds tile by tile (`wait_for_turn`), and the bits are the same in every run.
 
 A kernel before it computes delta, zeroes the buffer, and writes lse2 and delta in whole blocks: a query that does not
 exist or saw no key gets lse2 = +inf, which makes its probabilities 0 without a mask. One behind it casts dQ.
@@ -19,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from fuselm.kernels._triton import device_profile, tl
-from fuselm.kernels.attention.hopper_backward_rolling import hopper_backward_rolling_kernel
+from fuselm.kernels.attention.hopper_backward_rolling import STAGES, hopper_backward_rolling_kernel
 from fuselm.kernels.attention.hopper_common import (
     LOG2E,
     barrier_ring,
@@ -71,8 +69,7 @@ def _locate_keys(position, table_ptr, problem, PACKED: tl.constexpr, CAUSAL: tl.
 @gluon_jit
 def _produce(
     position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr,
-    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s = buffers
     kv_full, q_full, q_empty, do_full, _ds_full, _idle = barriers
@@ -92,7 +89,7 @@ def _produce(
         head = kv_head * group + member
         padded = ((batch * kv_heads * group + head) * query_tiles + statistics) * BLOCK_M
         for block in range(count):
-            step = count - 1 - block if ORDERED else block
+            step = count - 1 - block
             row = (block_begin + step) * BLOCK_M
             slot = done % STAGES
             phase = done // STAGES & 1
@@ -110,8 +107,11 @@ def _produce(
 def _consume(
     position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
+    # dQ of a block is computed one block later: the consumers, which need each other's dS for it, need not keep step
+    # then. At head_dim 64 there are no registers for that.
+    LAGGED: tl.constexpr = HEAD_DIM == 128
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s = buffers
     dq_ptr, turns_ptr, dk_desc, dv_desc = outputs
     kv_full, q_full, q_empty, do_full, ds_full, idle = barriers
@@ -143,19 +143,17 @@ def _consume(
     dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
     statistics = other_begin // BLOCK_M + document
     mbarrier.wait(kv_full.index(ME), 0)
-    # One loop over the blocks of all heads of the group.
-    block = block_begin
+    # One loop over the blocks of all heads of the group. The tiles of keys add to a block of dQ in the order of their
+    # numbers, which is that in which programs start: who waits, waits for one that runs. All begin at the last block:
+    # those side by side come one after the other.
     tile = first // 128
+    block = block_begin + count - 1
     before_end = block_begin
-    if ORDERED:
-        # The tiles of keys add to a block of dQ in the order of their numbers, which is that in which programs start:
-        # who waits, waits for one that runs. All begin at the last block: those side by side come one after the other.
-        block = block_begin + count - 1
-        before_begin, _begin, _end, before_count = query_blocks(
-            first - 128, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
-        )
-        if first > 0:
-            before_end = before_begin + before_count  # the tile before adds to the blocks below
+    before_begin, _begin, _end, before_count = query_blocks(
+        first - 128, rows, others, window, CAUSAL, WINDOW, 128, BLOCK_M
+    )
+    if first > 0:
+        before_end = before_begin + before_count  # the tile before adds to the blocks below
     padded = ((instance * group) * query_tiles + statistics) * BLOCK_M
     dq_row = padded + block * BLOCK_M
     # Not `= dq_row`: Triton takes a variable for unchanged by a loop that gives it the value it has, and two names of
@@ -177,15 +175,14 @@ def _consume(
         mbarrier.wait(do_full.index(slot), phase)
         do = matrix(do_s.index(slot))
         dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-        if ORDERED:  # while the products run: both take a way to the L2 cache and back
-            if LAGGED:
-                pass_turn(turns_ptr, added_row, tile + 1, done > 1, ME, HEAD_DIM)
-                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
-                added_row = dq_row
-            else:
-                pass_turn(turns_ptr, dq_row, tile + 1, done > 0, ME, HEAD_DIM)
-                turn = gl.where(block < before_end, tile, 0)
-                wait_for_turn(turns_ptr, padded + block * BLOCK_M, turn, ME, HEAD_DIM)
+        if LAGGED:  # while the products run: both take a way to the L2 cache and back
+            pass_turn(turns_ptr, added_row, tile + 1, done > 1, ME, HEAD_DIM)
+            wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
+            added_row = dq_row
+        else:
+            pass_turn(turns_ptr, dq_row, tile + 1, done > 0, ME, HEAD_DIM)
+            turn = gl.where(block < before_end, tile, 0)
+            wait_for_turn(turns_ptr, padded + block * BLOCK_M, turn, ME, HEAD_DIM)
         s = warpgroup_mma_wait(1, deps=(s,))
         lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
         p = gl.exp2(s * score_scale - lse2[None, :])
@@ -233,30 +230,22 @@ def _consume(
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
         dq_row = padded + block * BLOCK_M
-        if ORDERED:
-            turn = gl.where(block < before_end, tile, 0)
-            block -= 1
-            if block < block_begin:  # on to the next head
-                block = block_begin + count - 1
-                padded += query_tiles * BLOCK_M
-        else:
-            block += 1
-            if block == block_begin + count:
-                block = block_begin
-                padded += query_tiles * BLOCK_M
+        turn = gl.where(block < before_end, tile, 0)
+        block -= 1
+        if block < block_begin:  # on to the next head
+            block = block_begin + count - 1
+            padded += query_tiles * BLOCK_M
     if LAGGED:
         pairs = group * count
         mbarrier.wait(ds_full.index(pairs & 1), pairs // 2 & 1)
         if count > 0:
-            if ORDERED:
-                pass_turn(turns_ptr, added_row, tile + 1, pairs > 1, ME, HEAD_DIM)
-                wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
+            pass_turn(turns_ptr, added_row, tile + 1, pairs > 1, ME, HEAD_DIM)
+            wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
             dq = multiply_dq(ds_s, k_s, pairs & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
-    if ORDERED:
-        if count > 0:
-            pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
+    if count > 0:
+        pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
     v.store(dv.to(dtype))
     fence_async_shared()
     store_rows(dv_desc, batch, begin, rows, first + 64 * ME, kv_head, v_s.index(ME), PACKED)
@@ -275,7 +264,6 @@ def _hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, turns_ptr, dk_desc, dv_desc, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES: tl.constexpr, LAGGED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -296,19 +284,18 @@ def _hopper_backward_kernel(
     barriers = (kv_full, q_full, q_empty, do_full, ds_full, idle)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, turns_ptr, dk_desc, dv_desc)
-    position = gl.program_id(0)
-    if ORDERED:  # programs number themselves as they start, behind the turns of all pieces of dQ
-        pieces = instances * group * query_tiles * (BLOCK_M // 64) * (HEAD_DIM // 64)
-        position = gl.atomic_add(turns_ptr + pieces, 1)
+    # Programs number themselves as they start, behind the turns of all pieces of dQ.
+    pieces = instances * group * query_tiles * (BLOCK_M // 64) * (HEAD_DIM // 64)
+    position = gl.atomic_add(turns_ptr + pieces, 1)
     # fmt: off
     gl.warp_specialize(
         [
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_consume, (position, buffers, barriers, problem, outputs, table_ptr, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, STAGES, LAGGED, ORDERED)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_produce, (position, buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, STAGES, ORDERED)),
+                        table_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M)),
         ],
         [4, 1],
         [240, 24],
@@ -341,9 +328,6 @@ def hopper_backward(
     same bits in every run only if `deterministic`.
 
     What they do not take is kept from them by `hopper_refusal`.
-
-    Raises:
-        ValueError: the launch function gave a launch that there is no kernel for.
     """
     dout = dout if tma_refusal("dout", dout) is None else dout.contiguous()
     out = out if out.stride(-1) == 1 else out.contiguous()
@@ -352,12 +336,8 @@ def hopper_backward(
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
     profile = device_profile(q.device)
-    launch = hopper_backward_launch(head_dim, keys, profile, deterministic)
-    reason = launch.refusal(head_dim)
-    if reason is not None:
-        raise ValueError(f"{launch}: {reason}")
-    block_m, block_n = launch.block_m, launch.block_n
     packed = cu_seqlens_q is not None
+    block_m = 8192 // head_dim  # dQ of a block is two tiles of 64 x 64, one a consumer
     documents = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     query_tiles = queries // block_m + documents + 1 if packed else -(-queries // block_m)
     padded_rows = batch * heads * query_tiles * block_m
@@ -366,27 +346,26 @@ def hopper_backward(
     dq_sum = torch.empty((padded_rows, head_dim), **fp32)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     # The last counts programs that have started, or tiles that were taken.
-    turns = torch.empty(dq_sum.numel() // 4096 + 1 if launch.ordered else 1, dtype=torch.int32, device=q.device)
+    turns = torch.empty(dq_sum.numel() // 4096 + 1 if deterministic else 1, dtype=torch.int32, device=q.device)
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
     with torch.cuda.device_of(q):
         attention_prepare_kernel[(query_tiles * heads * batch,)](
             out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
             *_strides(out), *_strides(dout), *given.stride(), *blocks,
-            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=launch.ordered,
-            COUNTED=launch.rolling, num_warps=4,
+            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=deterministic,
+            num_warps=4,
         )  # fmt: skip
         table, tiles = tile_table(
-            cu_seqlens_k, cu_seqlens_q, keys, queries, block_n,
-            by_work=not launch.ordered, queries=False, causal=causal, window=window,
+            cu_seqlens_k, cu_seqlens_q, keys, queries, 128,
+            by_work=not deterministic, queries=False, causal=causal, window=window,
         )  # fmt: skip
         instances = batch * kv_heads
-        head_bytes = 2 * group * queries * head_dim * q.element_size()
-        section = heads_a_section(head_bytes, instances, launch.section_bytes)
-        if launch.ordered or (packed and launch.rolling and head_dim == 64):
-            # Who rolls through documents takes the longest tiles first, over all heads: 1.02 ms at head_dim 64, 1.13 in
-            # sections. At head_dim 128 that touches more than L2 holds (2.10 ms, not rolling).
-            section = instances
+        section = instances
+        if not deterministic:
+            head_bytes = 2 * group * queries * head_dim * q.element_size()
+            launch = hopper_backward_launch(head_dim, keys, profile, packed)
+            section = heads_a_section(head_bytes, instances, launch.section_bytes)
         descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
@@ -396,22 +375,18 @@ def hopper_backward(
             flat_descriptor(delta, [block_m]),
         )
         outputs = (dk, dv)
-        if head_dim == 64 or not launch.rolling:
+        if head_dim == 64 or deterministic:
             outputs = (rows_descriptor(dk, 64, packed), rows_descriptor(dv, 64, packed))
         outputs = (*outputs, lse2 if table is None else table)
         problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)))
-        masks = {"PACKED": packed, "CAUSAL": causal, "WINDOW": window > 0}
-        if launch.rolling:
-            hopper_backward_rolling_kernel[(min(instances * tiles, profile.num_sms),)](
-                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks,
-                BLOCK_M=block_m, HEAD_DIM=head_dim, num_warps=4, maxnreg=168,
-            )  # fmt: skip
-        else:
-            _hopper_backward_kernel[(instances * tiles,)](
-                *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E, **masks,
-                BLOCK_M=block_m, HEAD_DIM=head_dim, STAGES=launch.stages, LAGGED=launch.lagged, ORDERED=launch.ordered,
-                num_warps=4, maxnreg=168,
-            )  # fmt: skip
+        kernel, programs = hopper_backward_rolling_kernel, min(instances * tiles, profile.num_sms)
+        if deterministic:
+            kernel, programs = _hopper_backward_kernel, instances * tiles
+        kernel[(programs,)](
+            *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E,
+            PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
+            num_warps=4, maxnreg=168,
+        )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](
             dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
             PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,

@@ -1,6 +1,7 @@
-"""Attention backward on Hopper without a pause between tiles: hopper_backward.py's lagged loop.
+"""Attention backward on Hopper without a pause between tiles; what is multiplied, hopper_backward.py says.
 
-A program takes tile after tile. Keys and values have two buffers, so that those of the next tile arrive while this one
+A program takes tile after tile. dQ of a block is computed one block later: the consumers, which need each other's dS
+for it, need not keep step then. Keys and values have two buffers, so that those of the next tile arrive while this one
 is multiplied, and dQ of a tile's last block is computed in the first pass of the next tile, from the keys of before:
 between two tiles a consumer only puts dK and dV into a buffer, from which they leave by TMA while it goes on. At
 head_dim 128 the two buffers of keys and values leave no room for that one: there they leave from the registers.

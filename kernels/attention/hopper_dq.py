@@ -13,7 +13,7 @@ def attention_prepare_kernel(
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
     queries, keys, heads, documents, tiles,
     HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    ORDERED: tl.constexpr, COUNTED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ and turns or the counter.
 
@@ -50,7 +50,7 @@ def attention_prepare_kernel(
         PIECES: tl.constexpr = BLOCK_M * HEAD_DIM // 4096
         tl.store(turns_ptr + (instance * tiles + tile) * PIECES + tl.arange(0, PIECES), tl.zeros([PIECES], tl.int32))
         tl.store(turns_ptr + tl.num_programs(0) * PIECES, 0, mask=program == 0)
-    if COUNTED:
+    else:
         tl.store(turns_ptr, 0, mask=program == 0)
 
 

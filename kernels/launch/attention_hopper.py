@@ -79,41 +79,13 @@ class HopperForwardLaunch:
 
 @dataclass(frozen=True)
 class HopperBackwardLaunch:
-    """Launch of the main backward kernel (two consumers of 64 keys).
+    """Launch of the main backward kernel of calls that are not deterministic.
 
     Attributes:
-        block_m: queries a block: 8192 / head_dim, as dQ of a block is two tiles of 64 x 64, one a consumer.
-        stages: query blocks in flight.
-        section_bytes: queries and output gradients of the heads that are worked on together.
-        lagged: whether dQ of a block is computed one block later, so that the two consumers, which need each other's dS
-            for it, need not keep step.
-        ordered: whether tiles of keys add to dQ one after the other, always in the same order: the same bits in every
-            run.
-        rolling: whether a program goes from tile to tile without a pause (hopper_backward_rolling.py); lagged, not
-            ordered, two stages. At head_dim 128 no launch function picks it: not run on a card.
+        section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
     """
 
-    block_m: int
-    stages: int
-    section_bytes: int
-    lagged: bool = True
-    ordered: bool = False
-    rolling: bool = False
-
-    @property
-    def block_n(self) -> int:
-        """Keys a tile."""
-        return 2 * CONSUMER_ROWS
-
-    def refusal(self, head_dim: int) -> str | None:
-        """Why there is no kernel for this launch at `head_dim` (64 or 128), or None where there is one."""
-        if self.block_m != 8192 // head_dim:
-            return f"block_m={self.block_m}: expected {8192 // head_dim} at head_dim {head_dim}"
-        if self.rolling:
-            for name, wanted in (("stages", 2), ("lagged", True), ("ordered", False)):
-                if getattr(self, name) != wanted:
-                    return f"{name}={getattr(self, name)}: expected {wanted} of a rolling launch"
-        return None
+    section_bytes: int | None
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
@@ -131,34 +103,31 @@ def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> H
     return HopperForwardLaunch(consumers, 128, stages, section * MIB)
 
 
-def hopper_backward_launch(
-    head_dim: int, keys: int, profile: DeviceProfile, deterministic: bool = False
-) -> HopperBackwardLaunch:
-    """Tiles of the main backward kernel for sequences of `keys` keys; ordered if `deterministic`.
+def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, packed: bool) -> HopperBackwardLaunch:
+    """Launch of the main backward kernel for `keys` keys, of all documents if `packed`.
 
-    Measured on an H200, causal bf16, milliseconds. Lagged: 2.431 at head_dim 128 (4 x 4096) and 1.464 at 64, else 2.787
-    and 1.723. Rolling, at head_dim 64: 0.386 (32 x 1024), 1.409 (4 x 4096), 2.407 (16384), else 0.493, 1.518, 2.741.
-    Sections of 32 MiB: 4.655 at head_dim 128 (2 x 8192), of 16 4.977. Rolling with 12, 16, 20 and 24 MiB: 1.431, 1.335,
-    1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384); with 12, 16 and 20 0.384, 0.386 and 0.399 at 1024
-    keys, where many heads share a section. Ordered: 3.841, lagged or not 4.079; "lagged" spills at 64.
+    Measured on an H200, causal bf16, milliseconds. Sections of 16, 24, 32 and 48 MiB at head_dim 128: 2.620, 2.600,
+    2.422 and 2.786 (4 x 4096), 5.042, 5.042, 4.673 and 5.239 (2 x 8192), 0.926, 0.950, 0.928 and 1.075 (16 x 1024). 32
+    and 64 MiB and all heads: 9.371, 9.471 and 9.170 (16384), 1.828, 1.812 and 2.178 (11 documents of 16384 together).
+    At 64, of 12, 16, 20 and 24 MiB: 1.431, 1.335, 1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384), of
+    12, 16 and 20 0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
     """
-    if head_dim == 64:
-        if deterministic:
-            return HopperBackwardLaunch(128, 2, 0, lagged=False, ordered=True)
-        return HopperBackwardLaunch(128, 2, (12 if keys <= 2048 else 16) * MIB, rolling=True)
-    if deterministic:
-        return HopperBackwardLaunch(64, 2, 0, ordered=True)
-    return HopperBackwardLaunch(64, 2, (16 if keys <= 2048 else 32) * MIB)
+    if packed and head_dim == 64:
+        return HopperBackwardLaunch(None)
+    short, long = (12, 16) if head_dim == 64 else (16, 32)
+    return HopperBackwardLaunch((short if keys <= 2048 else long) * MIB)
 
 
-def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:
+def heads_a_section(head_bytes: int, heads: int, section_bytes: int | None, step: int = 1) -> int:
     """Heads that are worked on together: as many of `head_bytes` each as `section_bytes` hold, a multiple of `step`.
 
     Args:
         head_bytes: what one head reads again and again.
         heads: how many there are over all batches, a multiple of `step`.
-        section_bytes: how much may be in use.
+        section_bytes: how much may be in use; None for any amount.
         step: heads that share keys and values.
     """
+    if section_bytes is None:
+        return heads
     fit = section_bytes // max(head_bytes, 1) // step * step
     return min(max(fit, step), heads)

@@ -112,19 +112,7 @@ def cases(head_dim: int) -> list[dict]:
         for pair in ((8, 4), (6, 6), (6, 1))
     ]
     borders = (0, 1, 129, 386, 1025)
-    shapes = [
-        {"lengths": (64, 64)},
-        {"lengths": (385, 385), "heads": (8, 2), "batch": 2},
-        {"lengths": (300, 70)},
-        {"lengths": (1025, 1025), "window": 400},
-        {"lengths": (1125, 1125), "documents_q": borders, "documents_k": borders},
-    ]
-    launches = [{"launch": {"lagged": False, "rolling": False}, **shape} for shape in shapes]  # backward only
-    rolling = [  # from tile to tile without a pause; also few blocks a tile, more tiles than programs
-        *shapes,
-        {"lengths": (1, 1)},
-        {"lengths": (70, 300)},
-        {"lengths": (5, 2), "causal": False},
+    rolling = [  # from tile to tile without a pause: few blocks a tile, more tiles than programs
         {"lengths": (130, 130), "heads": (16, 16), "batch": 20},
         {"lengths": (300, 300), "heads": (16, 4), "batch": 20},
         {"lengths": (640, 640), "heads": (12, 12), "batch": 9},
@@ -142,13 +130,9 @@ def cases(head_dim: int) -> list[dict]:
         # tiles of keys that no query sees, between others, more than programs
         {"lengths": (70, 1100), "heads": (16, 16), "batch": 10, "window": 33},
     ]
-    one_group = [  # of heads at a time
-        {"launch": {"rolling": True, "section_bytes": 1}, **case} for case in rolling if "heads" in case
+    backward = [  # and one group of heads at a time
+        {"only": "backward", **case} for case in (*rolling, *({"launch": {"section_bytes": 1}, **c} for c in rolling))
     ]
-    if head_dim == 128:  # where no launch is rolling by itself
-        rolling += plain + full + uneven + heads + many + window + documents + extreme
-        rolling += [{**case, "dtype": "float16"} for case in shapes]
-    launches += [{"launch": {"rolling": True}, **case} for case in rolling] + one_group
     causal = [
         {"lengths": (300, 300)},
         {"lengths": (1025, 1025), "ramp": 40.0},
@@ -162,12 +146,12 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (300, 1225), "documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)},
     ]
     forward_launches = [  # other numbers of consumers, forms of the softmax; also with more tiles than programs
-        {"launch": launch, **shape}
+        {"only": "forward", "launch": launch, **shape}
         for i, launch in enumerate(forward_variants(head_dim))
         for shape in (*causal, masks[i % 4])
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
-        {"deterministic": True, "runs": runs, **shape}
+        {"only": "backward", "deterministic": True, "runs": runs, **shape}
         for runs, shape in (
             (2, {"lengths": (64, 64)}),
             (2, {"lengths": (385, 385)}),
@@ -180,7 +164,10 @@ def cases(head_dim: int) -> list[dict]:
                 {"lengths": (530, 300), "documents_q": (0, 0, 17, 18, 18, 530), "documents_k": (0, 5, 5, 40, 41, 300)},
             ),
             (10, {"lengths": (2100, 2100), "heads": (4, 1), "batch": 10}),
-            (2, {"lengths": (1025, 1025), "launch": {"lagged": head_dim == 64}}),
+            (2, {"lengths": (1, 1)}),
+            (2, {"lengths": (5, 2), "causal": False}),
+            (2, {"lengths": (520, 520), "heads": (8, 1), "batch": 2, "dtype": "float16"}),
+            (2, {"lengths": (300, 300), "factor": 30.0}),
         )
     ]
     listed = (
@@ -195,7 +182,7 @@ def cases(head_dim: int) -> list[dict]:
         + long
         + sections
         + forward_launches
-        + launches
+        + backward
         + ordered
     )
     return [{"head_dim": head_dim, "heads": (4, 2), **case} for case in listed]
@@ -350,13 +337,8 @@ def main() -> None:
     for case in cases(int(head_dim)):
         if not all(key in case for key in keys):
             continue
-        launch = case.get("launch", {})
-        if (
-            ("lagged" in launch or "rolling" in launch or "deterministic" in case)
-            if group == "forward"
-            else "consumers" in launch
-        ):
-            continue  # nothing of it is in these kernels
+        if case.get("only", group) != group:
+            continue
         print(json.dumps({"start": case}), flush=True)
         try:
             wrong = run_case(case, group == "backward")
