@@ -3,6 +3,7 @@ kernels at two of them, over packed documents as well. Causal, bf16; outputs are
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -33,6 +34,7 @@ ROWS = (
     (2, 8192, 32, 8, 128),
     (4, 4096, 32, 8, 64),
     (32, 1024, 12, 12, 64),
+    (16, 2048, 12, 12, 64),
     (1, 16384, 16, 16, 64),
 )
 BACKWARD_ROWS = (*ROWS, (4, 4097, 32, 8, 128))
@@ -89,36 +91,15 @@ def _backward(
 
 
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
-    """Forms of the softmax, of taking turns and of going from tile to tile, the likeliest first: with two consumers
-    and, at head_dim 64, with three."""
+    """Numbers of consumers, stages and tiles of queries; sections."""
     section = hopper_forward_launch(head_dim, length, KNOWN_PROFILES[90]).section_bytes
-    stages, joint = (3, True) if head_dim == 64 else (2, False)
-    two = functools.partial(HopperForwardLaunch, 2, 128, stages, section, joint=joint)
-    wide = functools.partial(HopperForwardLaunch, 3, 128, 2, section)
-    narrow = functools.partial(HopperForwardLaunch, 3, 64, 4, section, joint=True)
-    ahead: dict[str, Any] = {"query_buffers": 2, "ahead": True, "early": True}
-    launches = [
-        two("speculative", turns="named", **ahead),
-        two("fold", query_buffers=2),
-        two("speculative", True, "named", **ahead),
-        two("tree", turns="named", query_buffers=2),
-        two("lazy", turns="named", **ahead),
-        two("speculative", turns="none", **ahead),
-        two("speculative", True, "none", query_buffers=2),
-        two("fold", **ahead),
-        two("speculative"),
-        two("lazy", True, "named", query_buffers=2),
-    ]
     if head_dim == 64:
-        launches[2:2] = [wide("lazy", turns="named", **ahead), narrow("speculative", turns="named", **ahead)]
-        launches += [
-            wide("lazy", True, "named", query_buffers=2),
-            narrow("speculative", True, "named", query_buffers=2),
-            wide("tree", turns="named", query_buffers=2),
-            narrow("speculative", turns="none", query_buffers=2),
-            wide("fold", query_buffers=2),
-        ]
-    return tuple(launches)
+        choices = [(3, 3, 2), (2, 3, 2), (3, 2, 1), (3, 3, 1), (3, 2, 2), (3, 4, 2), (2, 2, 1)]
+    else:
+        choices = [(2, 2, 1), (2, 2, 2)]
+    launches = [HopperForwardLaunch(consumers, 128, stages, section, tiles) for consumers, stages, tiles in choices]
+    sections = [dataclasses.replace(launches[0], section_bytes=s * MIB) for s in (16, 20, 24, 32) if s * MIB != section]
+    return (*launches, *sections)
 
 
 def backward_candidates(length: int, head_dim: int) -> tuple[HopperBackwardLaunch, ...]:

@@ -132,22 +132,22 @@ def barrier_ring(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
 
 @gluon_jit
 def plan_ring():
-    """Two plans of 16 ints in shared memory, in which the producer tells the consumers what a tile is."""
-    return gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """Two plans of 32 ints in shared memory, in which the producer tells the consumers what a tile is."""
+    return gl.allocate_shared_memory(gl.int32, [64, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon_jit
 def note(plan, slot, index: tl.constexpr, value):
     """Writes a number of a plan, from a warp."""
     one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    plan.index(16 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
+    plan.index(32 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
 
 
 @gluon_jit
 def noted(plan, slot, index: tl.constexpr):
     """A number of a plan, for a warpgroup."""
     one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    number = plan.index(16 * slot + index).load(one)
+    number = plan.index(32 * slot + index).load(one)
     # All threads have the same number, which ptxas learns from this alone: it then goes to a uniform register.
     number = gl.inline_asm_elementwise(
         "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -262,6 +262,22 @@ def split_blocks(begin, full_begin, full_end, count):
     full_from = max(min(begin + count - full_end, count), 1)
     full_to = max(min(begin + count - full_begin, count), full_from)
     return full_from, full_to
+
+
+@gluon_jit
+def own_blocks(
+    first, rows, keys, window, last, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """What a consumer with queries [first, first + 64) visits of its tile's blocks, which go from `last` downward:
+    (blocks that come before, from where and up to where its own need no mask, how many its own are).
+
+    A consumer behind the last query visits one.
+    """
+    begin, full_begin, full_end, count = key_blocks(first, rows, keys, window, CAUSAL, WINDOW, 64, BLOCK_N)
+    full_from, full_to = split_blocks(begin, full_begin, full_end, count)
+    some = max(min(rows - first, 1), 0)
+    skipped = (last + 1 - begin - count) * some
+    return skipped, 1 + (full_from - 1) * some, 1 + (full_to - 1) * some, 1 + (count - 1) * some
 
 
 @gluon_jit

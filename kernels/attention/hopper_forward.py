@@ -3,16 +3,14 @@
 A producer warp loads tiles by TMA into rings of shared memory; two or three consumer warpgroups of 64 queries each
 multiply, and take turns at issuing products, so that one's softmax meets the other's. The product Q·Kᵀ of a block is
 issued before P·V of the one before, so that the softmax of one block runs beside a product of its own consumer, too. P
-stays in registers as the left operand. One program an SM takes tiles in turn, the longest first, and loads the next
-tile's queries while the last products of this one are still running; which tile, the producer finds out and tells the
+stays in registers as the left operand. Which blocks its queries meet, each consumer is told; what only others need it
+passes over. One program an SM takes tiles in turn, the longest first; which tile, the producer finds out and tells the
 consumers. Documents make tiles of any length: there programs take them from a counter.
 
 Formulas, outputs and units as in portable.py.
 """
 
 from __future__ import annotations
-
-from typing import get_args
 
 import torch
 
@@ -30,12 +28,12 @@ from fuselm.kernels.attention.hopper_common import (
     mbarrier,
     note,
     noted,
+    own_blocks,
     place_of,
     plan_ring,
     position_at,
     ring,
     rows_descriptor,
-    split_blocks,
     store_rows,
     take_turn,
     tile_and_head,
@@ -46,7 +44,6 @@ from fuselm.kernels.attention.hopper_common import (
 )
 from fuselm.kernels.attention.hopper_softmax import (
     declare_surpassed,
-    fold,
     left_operand,
     margin_of,
     mask_scores,
@@ -55,10 +52,11 @@ from fuselm.kernels.attention.hopper_softmax import (
     pin,
     probabilities,
     raise_maximum,
+    row_maxima,
     surpassed,
     thread_maxima,
 )
-from fuselm.kernels.launch.attention_hopper import Softmax, Turns, heads_a_section, hopper_forward_launch
+from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forward_launch
 
 
 @gluon_jit
@@ -74,28 +72,24 @@ def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, _o_s, _hold_s, plan = buffers
-    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
+    q_s, k_s, v_s, _o_s, plan = buffers
+    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     queries, keys, heads, instances, section, tiles, window = problem
     counter_ptr = table_ptr + tiles * 8
     done = gl.program_id(0) * 0  # key blocks loaded so far, over all tiles: it gives the ring's slot and phase
     step = gl.program_id(0) * 0
     position = _next_place(counter_ptr, step, PACKED)
-    following = position
     while position < instances * tiles:
-        if EARLY:  # the answer is there when this tile is loaded
-            following = _next_place(counter_ptr, step + 1, PACKED)
         tile, instance = tile_and_head(position, instances, section, tiles)
         first, rows, begin, others, other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
         batch = instance // heads
         head = instance - batch * heads
-        block_begin, full_begin, full_end, count = key_blocks(
+        block_begin, _full_begin, _full_end, count = key_blocks(
             first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
         )
-        full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
         slot = step & 1
         mbarrier.wait(plan_empty.index(slot), step // 2 & 1 ^ 1)
         note(plan, slot, 0, count)
@@ -105,12 +99,19 @@ def _produce(
         note(plan, slot, 4, rows)
         note(plan, slot, 5, begin)
         note(plan, slot, 6, others)
-        note(plan, slot, 7, block_begin + count - 1)
-        note(plan, slot, 8, full_from)
-        note(plan, slot, 9, full_to)
+        last = block_begin + count - 1
+        note(plan, slot, 7, last)
+        for c in gl.static_range(CONSUMERS):
+            skipped, full_from, full_to, own_count = own_blocks(
+                first + 64 * c, rows, others, window, last, CAUSAL, WINDOW, BLOCK_N
+            )
+            note(plan, slot, 8 + 4 * c, skipped)
+            note(plan, slot, 9 + 4 * c, full_from)
+            note(plan, slot, 10 + 4 * c, full_to)
+            note(plan, slot, 11 + 4 * c, own_count)
         mbarrier.arrive(plan_full.index(slot), count=1)
         for i in range(count):
-            row = (block_begin + count - 1 - i) * BLOCK_N
+            row = (last - i) * BLOCK_N
             slot = done % STAGES
             phase = done // STAGES & 1
             if JOINT:
@@ -137,141 +138,102 @@ def _produce(
             )
             done += 1
         step += 1
-        if EARLY:
-            position = following
-        else:
-            position = _next_place(counter_ptr, step, PACKED)
+        position = _next_place(counter_ptr, step, PACKED)
     mbarrier.wait(plan_empty.index(step & 1), step // 2 & 1 ^ 1)
     note(plan, step & 1, 0, 0)
     mbarrier.arrive(plan_full.index(step & 1), count=1)
 
 
 @gluon_jit
+def _pass_over(
+    blocks, done, k_empty, v_empty,
+    ME: tl.constexpr, CONSUMERS: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr,
+):  # fmt: skip
+    """Hands back `blocks` blocks that only other consumers need. Gives the number of blocks done.
+
+    It does not wait for them. By taking its turns it stays near enough to the others: who still reads what was in the
+    slot before is waited for by the producer, for its queries if not for this slot.
+    """
+    for _ in range(blocks):
+        slot = done % STAGES
+        take_turn(ME)
+        give_turn((ME + 1) % CONSUMERS)
+        if not JOINT:
+            mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        done += 1
+    return done
+
+
+@gluon_jit
 def _step(
-    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns, turn, key, low,
-    high, score_scale, margin,
+    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, key, low, high, score_scale, margin,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr, JOINT: tl.constexpr,
-    scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
+    STAGES: tl.constexpr, JOINT: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ of block `key` beside P·V of the block before it."""
     before = done % STAGES
     before_phase = done // STAGES & 1
     slot = (done + 1) % STAGES
     mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
-    if TURNS == 1:
-        mbarrier.wait(turns.index(ME), turn & 1)
-    elif TURNS == 2:
-        take_turn(ME)
+    take_turn(ME)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     p_left = left_operand(p, v_s.dtype, left)
     mbarrier.wait(v_full.index(before), before_phase)
     acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
-    if TURNS == 1:
-        mbarrier.arrive(turns.index((ME + 1) % CONSUMERS), count=1)
-    elif TURNS == 2:
-        give_turn((ME + 1) % CONSUMERS)
+    give_turn((ME + 1) % CONSUMERS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if not JOINT:
         mbarrier.arrive(k_empty.index(slot), count=1)
     s = mask_scores(s, key, low, high, MASKED, WINDOW, BLOCK_N, scores)
+    offset = offset_of(row_max, score_scale)
+    maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
     # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
-    # does not move it ahead of a store to shared memory, `hold` or what `pin` writes, and that needs the rows' maxima.
-    # P passes through the wait: the product that is retired here reads the registers of the P before, which must not be
-    # written sooner (Triton up to 3.6 does not see that by itself).
-    if SOFTMAX < 2:
-        p, row_max, row_sum, decay = fold(s, row_max, row_sum, score_scale, False, SOFTMAX == 1, BLOCK_N, scores)
-        if SOFTMAX == 0:
-            hold.store(row_max)
-        else:
-            row_max = pin(row_max)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(before), count=1)
-        p = packed(p, v_s.dtype)
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, output))[:, None]
-    elif SOFTMAX == 2:
-        offset = offset_of(row_max, score_scale)
-        maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
-        maxima = pin(maxima)
-        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
-        mbarrier.arrive(v_empty.index(before), count=1)
-        if above:
-            acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
-        p, sums = probabilities(s, offset, score_scale, POLYNOMIAL, BLOCK_N)
-        p = packed(p, v_s.dtype)
-        row_sum += sums
-    else:
-        offset = offset_of(row_max, score_scale)
-        p, sums = probabilities(s, offset, score_scale, POLYNOMIAL, BLOCK_N)
-        maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
-        sums = pin(sums)
-        p = packed(p, v_s.dtype)
-        acc, s, p = warpgroup_mma_wait(0, deps=(acc, s, p))
-        mbarrier.arrive(v_empty.index(before), count=1)
-        if above:
-            acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
-            again, sums = probabilities(s, offset, score_scale, False, BLOCK_N)
-            p = packed(again, v_s.dtype)
-        row_sum += sums
-    return acc, p, row_max, row_sum, done + 1, turn + 1
-
-
-@gluon_jit
-def _first_scores(
-    q_s, k_s, q_full, k_full, step, done, there,
-    ME: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, Q_BUFFERS: tl.constexpr,
-    scores: tl.constexpr,
-):  # fmt: skip
-    """Starts Q·Kᵀ of the first block of tile `step`; of whatever lies in the buffers if no such tile is `there`."""
-    own = step % Q_BUFFERS * CONSUMERS + ME
-    slot = done % STAGES
-    if there:
-        mbarrier.wait(q_full.index(own), step // Q_BUFFERS & 1)
-        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
-    no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
-    k = matrix(k_s.index(slot)).permute((1, 0))
-    return warpgroup_mma(matrix(q_s.index(own)), k, no_scores, use_acc=False, is_async=True)
+    # does not move it ahead of a store to shared memory, which is what `pin` writes, and that needs the maxima. The
+    # scores pass through the wait, so that P is made behind it: the product that is retired here reads the registers of
+    # the P before, which must not be written sooner (Triton up to 3.6 does not see that by itself).
+    maxima = pin(maxima)
+    acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    if above:
+        acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
+    p, sums = probabilities(s, offset, score_scale, BLOCK_N)
+    return acc, packed(p, v_s.dtype), row_max, row_sum + sums, done + 1
 
 
 @gluon_jit
 def _consume(
     buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr,
-    POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
 ):  # fmt: skip
-    q_s, k_s, v_s, o_s, hold_s, plan = buffers
-    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_s, k_s, v_s, o_s, plan = buffers
+    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     dtype: tl.constexpr = o_desc.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, output, 2)
+    OWN: tl.constexpr = 8 + 4 * ME  # where the plan begins to tell of this consumer's blocks
     o = o_s.index(ME)
-    hold = hold_s.index(ME)
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     done = gl.program_id(0) * 0
-    turn = gl.program_id(0) * 0
-    margin = 0.0
-    if SOFTMAX > 1:
-        margin = margin_of(score_scale)
-    if TURNS == 2 and ME == CONSUMERS - 1:
+    margin = margin_of(score_scale)
+    if ME == CONSUMERS - 1:
         give_turn(0)
     step = gl.program_id(0) * 0
     mbarrier.wait(plan_full.index(0), 0)
     count = noted(plan, 0, 0)
-    if AHEAD:
-        s = _first_scores(
-            q_s, k_s, q_full, k_full, step, done, count > 0, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
-        )
     while count > 0:
         first = noted(plan, step & 1, 3)
         rows = noted(plan, step & 1, 4)
         others = noted(plan, step & 1, 6)
-        last = noted(plan, step & 1, 7)
-        full_from = noted(plan, step & 1, 8)
-        full_to = noted(plan, step & 1, 9)
+        skipped = noted(plan, step & 1, OWN)
+        full_from = noted(plan, step & 1, OWN + 1)
+        full_to = noted(plan, step & 1, OWN + 2)
+        own_count = noted(plan, step & 1, OWN + 3)
+        last = noted(plan, step & 1, 7) - skipped
+        done = _pass_over(skipped, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
         row = first + offs_m
         high = gl.zeros([64], gl.int32, gl.SliceLayout(1, scores)) + others
         low = high
@@ -279,44 +241,40 @@ def _consume(
             high = gl.minimum(high, row + (others - rows + 1))
         if WINDOW:
             low = row + (others - rows - window)
-        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-        row_sum = 0.0
         acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
         slot = done % STAGES
         own = step % Q_BUFFERS * CONSUMERS + ME
         q = matrix(q_s.index(own))
-        if not AHEAD:
-            s = _first_scores(
-                q_s, k_s, q_full, k_full, step, done, True, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
-            )
-        s = warpgroup_mma_wait(0, deps=(s,))  # pyright: ignore[reportPossiblyUnboundVariable]
+        mbarrier.wait(q_full.index(own), step // Q_BUFFERS & 1)
+        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+        no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
+        s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
         if not JOINT:
             mbarrier.arrive(k_empty.index(slot), count=1)
         s = mask_scores(s, last, low, high, True, WINDOW, BLOCK_N, scores)
-        p, row_max, row_sum, _decay = fold(s, row_max, row_sum, score_scale, True, SOFTMAX > 0, BLOCK_N, scores)
+        row_max = row_maxima(thread_maxima(s, BLOCK_N), scores)
+        p, row_sum = probabilities(s, offset_of(row_max, score_scale), score_scale, BLOCK_N)
         p = packed(p, dtype)
         if CAUSAL:
             for i in range(1, full_from):
-                acc, p, row_max, row_sum, done, turn = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                    turn, last - i, low, high, score_scale, margin,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
-                    scores, output, left,
+                acc, p, row_max, row_sum, done = _step(
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                    last - i, low, high, score_scale, margin,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
-            acc, p, row_max, row_sum, done, turn = _step(
-                acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                turn, last - i, low, high, score_scale, margin,
-                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
-                scores, output, left,
+            acc, p, row_max, row_sum, done = _step(
+                acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                last - i, low, high, score_scale, margin,
+                False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
             )  # fmt: skip
         if WINDOW:
-            for i in range(full_to, count):
-                acc, p, row_max, row_sum, done, turn = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, hold, k_full, k_empty, v_full, v_empty, turns,
-                    turn, last - i, low, high, score_scale, margin,
-                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, SOFTMAX, POLYNOMIAL, TURNS, JOINT,
-                    scores, output, left,
+            for i in range(full_to, own_count):
+                acc, p, row_max, row_sum, done = _step(
+                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                    last - i, low, high, score_scale, margin,
+                    True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(own), count=1)
         slot = done % STAGES
@@ -324,12 +282,6 @@ def _consume(
         done += 1
         p_left = left_operand(p, dtype, left)
         acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
-        if AHEAD:
-            mbarrier.wait(plan_full.index(step + 1 & 1), (step + 1) // 2 & 1)
-            count = noted(plan, step + 1 & 1, 0)
-            s = _first_scores(
-                q_s, k_s, q_full, k_full, step + 1, done, count > 0, ME, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, scores
-            )
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
@@ -340,22 +292,21 @@ def _consume(
         first = noted(plan, step & 1, 3)
         rows = noted(plan, step & 1, 4)
         begin = noted(plan, step & 1, 5)
+        left_over = noted(plan, step & 1, 0) - noted(plan, step & 1, OWN) - noted(plan, step & 1, OWN + 3)
         mbarrier.arrive(plan_empty.index(step & 1), count=1)
         row = first + offs_m
         gl.store(lse2_ptr + (gl.cast(batch * heads + head, gl.int64) * queries + begin) + row, lse2, mask=row < rows)
-        acc = warpgroup_mma_wait(1 if AHEAD else 0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
         matrix(o).store(acc.to(dtype))
         fence_async_shared()
         store_rows(o_desc, batch, begin, rows, first + 64 * ME, head, o, PACKED)
+        done = _pass_over(left_over, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
         step += 1
-        if not AHEAD:
-            mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
-            count = noted(plan, step & 1, 0)
-    if AHEAD:
-        warpgroup_mma_wait(0, deps=(s,))  # pyright: ignore[reportPossiblyUnboundVariable]
+        mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
+        count = noted(plan, step & 1, 0)
     tma.store_wait(0)
 
 
@@ -364,12 +315,10 @@ def _hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse2_ptr, table_ptr,
     queries, keys, heads, group, instances, section, tiles, window, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, SOFTMAX: tl.constexpr, POLYNOMIAL: tl.constexpr, TURNS: tl.constexpr,
-    JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
     PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    if SOFTMAX > 1:
-        declare_surpassed()
+    declare_surpassed()
     q_s = ring(q_desc, Q_BUFFERS * CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
@@ -379,15 +328,12 @@ def _hopper_forward_kernel(
     plan_empty = barrier_ring(2, CONSUMERS)
     q_full = barrier_ring(Q_BUFFERS * CONSUMERS, 1)
     q_empty = barrier_ring(Q_BUFFERS * CONSUMERS, 1)
-    turns = barrier_ring(CONSUMERS, 1)
     k_full = barrier_ring(STAGES, 1)
     k_empty = barrier_ring(STAGES, CONSUMERS)
     v_full = barrier_ring(STAGES, 1)
     v_empty = barrier_ring(STAGES, CONSUMERS)
-    mbarrier.arrive(turns.index(0), count=1)
-    hold_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    buffers = (q_s, k_s, v_s, o_s, hold_s, plan)
-    barriers = (plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    buffers = (q_s, k_s, v_s, o_s, plan)
+    barriers = (plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = (queries, keys, heads, instances, section, tiles, window)
     # fmt: off
     if CONSUMERS == 2:
@@ -395,12 +341,12 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
+                            JOINT, Q_BUFFERS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
+                            JOINT, Q_BUFFERS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, EARLY)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -410,15 +356,15 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
+                            JOINT, Q_BUFFERS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
+                            JOINT, Q_BUFFERS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            SOFTMAX, POLYNOMIAL, TURNS, JOINT, Q_BUFFERS, AHEAD)),
+                            JOINT, Q_BUFFERS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, EARLY)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -478,13 +424,8 @@ def hopper_forward(
             BLOCK_N=launch.block_n,
             HEAD_DIM=head_dim,
             STAGES=launch.stages,
-            SOFTMAX=get_args(Softmax).index(launch.softmax),
-            POLYNOMIAL=launch.polynomial,
-            TURNS=get_args(Turns).index(launch.turns),
             JOINT=launch.joint,
             Q_BUFFERS=launch.query_buffers,
-            AHEAD=launch.ahead,
-            EARLY=launch.early,
             PRODUCER_REGISTERS=launch.producer_registers,
             CONSUMER_REGISTERS=launch.consumer_registers,
             num_warps=4,

@@ -1,10 +1,10 @@
 """Softmax of the Hopper forward kernel, one block of keys at a time.
 
-`fold` follows every block's maximum (FlashAttention-2, arXiv:2307.08691). The others go by a maximum that is left
-behind: what is subtracted from the scores need not be a row's maximum, only near enough for 2 to the power of the rest
-to stay small (FlashAttention-4 rescales by such a rule on Blackwell). As long as no score of a warp's 16 rows is more
-than 2^8 times what was subtracted last, nothing that was summed up is touched: neither the sums, nor the output, and
-P need not wait for the rows' maxima. P up to 256 loses nothing in 16 bits, whose precision is relative.
+What is subtracted from the scores need not be a row's maximum, only near enough for 2 to the power of the rest to stay
+small (FlashAttention-4 rescales by such a rule on Blackwell; that it is enough to follow the maximum is from
+FlashAttention-2, arXiv:2307.08691). As long as no score of a warp's 16 rows is more than 2^8 times what was subtracted
+last, nothing that was summed up is touched: neither the sums, nor the output. P up to 256 loses nothing in 16 bits,
+whose precision is relative.
 """
 
 from __future__ import annotations
@@ -41,17 +41,14 @@ def _thread_sums(p, BLOCK_N: tl.constexpr):
 
 
 @gluon_jit
-def _raised(row_max, maxima, score_scale, scores: tl.constexpr):
-    """(maximum with this block's, what is subtracted from scaled scores, decay of what was summed up before)."""
-    here = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, scores), assert_trivial=True)
-    new_max = gl.maximum(row_max, here)
-    offset = offset_of(new_max, score_scale)
-    return new_max, offset, gl.exp2(row_max * score_scale - offset)
+def row_maxima(maxima, scores: tl.constexpr):
+    """[64] from the [64, 4] of `thread_maxima`."""
+    return gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, scores), assert_trivial=True)
 
 
 @gluon_jit
 def offset_of(row_max, score_scale):
-    # A row that has seen no key yet: -inf minus -inf would be NaN.
+    """What is subtracted from scaled scores. A row that has seen no key yet: -inf minus -inf would be NaN."""
     return gl.where(row_max == float("-inf"), 0.0, row_max) * score_scale
 
 
@@ -60,24 +57,6 @@ def _by_row(x, beside):
     """[64] of the rows -> [64, 1] beside a tensor whose rows lie in the same threads."""
     layout: tl.constexpr = beside.type.layout
     return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
-
-
-@gluon_jit
-def fold(s, row_max, row_sum, score_scale, FIRST: tl.constexpr, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
-         scores: tl.constexpr):  # fmt: skip
-    """Folds the masked scores of a block into the running maximum and sum: (P, maximum, sum, decay)."""
-    # The scale is positive: the maximum is taken before it, and scaling and subtracting are one instruction.
-    if TREE:
-        new_max, offset, decay = _raised(row_max, thread_maxima(s, BLOCK_N), score_scale, scores)
-    else:
-        new_max = gl.maximum(row_max, gl.max(s, 1))
-        offset = offset_of(new_max, score_scale)
-        decay = gl.exp2(row_max * score_scale - offset)
-    p = gl.exp2(s * score_scale - offset[:, None])
-    sums = _thread_sums(p, BLOCK_N)
-    if not FIRST:
-        sums += row_sum * _by_row(decay, sums)
-    return p, new_max, sums, decay
 
 
 @gluon_jit
@@ -152,51 +131,16 @@ def surpassed(maxima, row_max, margin):
 @gluon_jit
 def raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores: tl.constexpr):
     """Brings what was summed up to this block's maxima: (output, maximum, sum, what is subtracted now)."""
-    row_max, offset, decay = _raised(row_max, maxima, score_scale, scores)
-    return acc * _by_row(decay, acc), row_max, row_sum * _by_row(decay, row_sum), offset
+    raised = gl.maximum(row_max, row_maxima(maxima, scores))
+    offset = offset_of(raised, score_scale)
+    decay = gl.exp2(row_max * score_scale - offset)
+    return acc * _by_row(decay, acc), raised, row_sum * _by_row(decay, row_sum), offset
 
 
 @gluon_jit
-def probabilities(s, offset, score_scale, POLYNOMIAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(P, its sums by thread); with POLYNOMIAL one of four by arithmetic, as the unit for 2^x has no more to give.
-
-    2^x = 2^n · 2^f, with n the integer nearest to x: adding 1.5·2^23 leaves n in the low bits. 2^f is a polynomial with
-    relative errors up to 2.9e-6, fitted on [-1/2, 1/2]. NaN stays NaN, and x below -126.5, whose n would be -127, has
-    the exponent of 0.
-    """
-    x = s * score_scale - offset[:, None]
-    if POLYNOMIAL:
-        p = gl.inline_asm_elementwise(
-            """
-            {
-                .reg .f32 x, r, n, f, p, e;
-                .reg .b32 bits;
-                ex2.approx.ftz.f32 $0, $4;
-                ex2.approx.ftz.f32 $1, $5;
-                ex2.approx.ftz.f32 $2, $6;
-                max.NaN.f32 x, $7, 0fC2FE0000;
-                add.rn.f32 r, x, 0f4B400000;
-                sub.rn.f32 n, r, 0f4B400000;
-                sub.rn.f32 f, x, n;
-                fma.rn.f32 p, f, 0f3C1D0166, 0f3D64FE23;
-                fma.rn.f32 p, p, f, 0f3E7601BC;
-                fma.rn.f32 p, p, f, 0f3F317096;
-                fma.rn.f32 p, p, f, 0f3F800000;
-                mov.b32 bits, r;
-                shl.b32 bits, bits, 23;
-                add.u32 bits, bits, 0x3F800000;
-                mov.b32 e, bits;
-                mul.rn.f32 $3, p, e;
-            }
-            """,
-            "=f,=f,=f,=f,f,f,f,f",
-            [x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        p = gl.exp2(x)
+def probabilities(s, offset, score_scale, BLOCK_N: tl.constexpr):
+    """(P, its sums by thread). The scale is positive: scaling and subtracting are one instruction."""
+    p = gl.exp2(s * score_scale - offset[:, None])
     return p, _thread_sums(p, BLOCK_N)
 
 

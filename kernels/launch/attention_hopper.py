@@ -7,54 +7,35 @@ counted as a whole warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fuselm.kernels._triton import DeviceProfile
 
 CONSUMER_ROWS = 64
 MIB = 2**20
-Softmax = Literal["fold", "tree", "lazy", "speculative"]
-"""How a block of scores becomes P: numbered in this order in the kernel.
-
-fold: the running maximum is updated first. tree: so too, the maxima by four short chains instead of one long one.
-lazy: by a maximum that is left behind (hopper_softmax.py). speculative: so too, and P is computed beside the block's
-maxima, and once more where a score turns out to be above the limit.
-"""
-Turns = Literal["none", "mbarrier", "named"]
 
 
 @dataclass(frozen=True)
 class HopperForwardLaunch:
     """Launch of the forward kernel.
 
-    No launch function says anything of `softmax` and what comes after it: other values than the defaults have not been
-    run on a card, but for turns, which have also been timed with "none".
-
     Attributes:
         consumers: warpgroups that multiply, of 64 queries each; 2 or 3.
         block_n: keys a block.
         stages: key and value blocks in flight.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
-        softmax: how a block of scores becomes P.
-        polynomial: with "lazy" and "speculative", a quarter of the exponentials by arithmetic.
-        turns: how the consumers take turns at issuing products, "none" where they do not.
-        joint: keys and values of a block are handed back together, which takes three stages to be no later.
         query_buffers: 1, or 2 to load a tile's queries while the one before still needs its own.
-        ahead: the first scores of a tile are computed beside what ends the tile before.
-        early: a program asks for its next tile before it loads the blocks of one, not after.
     """
 
     consumers: int
     block_n: int
     stages: int
     section_bytes: int
-    softmax: Softmax = "fold"
-    polynomial: bool = False
-    turns: Turns = "mbarrier"
-    joint: bool = False
     query_buffers: int = 1
-    ahead: bool = False
-    early: bool = False
+
+    @property
+    def joint(self) -> bool:
+        """Whether keys and values of a block are handed back together, which takes three stages to be no later."""
+        return self.stages >= 3
 
     @property
     def block_m(self) -> int:
@@ -91,16 +72,13 @@ class HopperBackwardLaunch:
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
     """Tiles of the forward kernel for sequences of `keys` keys, of documents the mean.
 
-    Measured on an H200, causal bf16, milliseconds. At head_dim 64 and 16384 keys three consumers take 1.001 and two
-    1.078, at 4096 0.587 and 0.584, for 11 documents of 1489 keys 0.462 and 0.439: tiles of 192 read keys less often,
-    and waste more of a short row. Consumers that do not take turns: 1.046 and 0.641. Sections of 20 MiB take 0.268 at
-    16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
+    Measured on an H200, causal bf16, milliseconds. TABLE. Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim
+    128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
     """
     if head_dim == 64:
-        consumers, stages, section = (3, 2, 32) if keys > 4096 else (2, 3, 24)
-    else:
-        consumers, stages, section = 2, 2, 20
-    return HopperForwardLaunch(consumers, 128, stages, section * MIB)
+        consumers, section = (3, 24 if keys <= 4096 else 32) if keys > 1024 else (2, 24)
+        return HopperForwardLaunch(consumers, 128, 3, section * MIB, query_buffers=2)
+    return HopperForwardLaunch(2, 128, 2, 20 * MIB)
 
 
 def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, packed: bool) -> HopperBackwardLaunch:

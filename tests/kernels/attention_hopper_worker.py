@@ -34,36 +34,6 @@ DEVICE = torch.device("cuda")
 GROUPS = ("forward", "backward")
 
 
-def forward_variants(head_dim: int) -> list[dict]:
-    """Launches of the forward kernel that a default may not be."""
-    two = {"consumers": 2, "stages": 3 if head_dim == 64 else 2}
-    variants: list[dict] = [
-        {"consumers": 2, "stages": 2},
-        {**two, "softmax": "tree", "turns": "named", "query_buffers": 2},
-        {**two, "softmax": "lazy", "joint": True},
-        {
-            **two,
-            "softmax": "lazy",
-            "polynomial": True,
-            "turns": "none",
-            "query_buffers": 2,
-            "ahead": True,
-            "early": True,
-        },
-        {**two, "softmax": "speculative"},
-        {**two, "softmax": "speculative", "polynomial": True, "turns": "named", "joint": True},
-        {**two, "softmax": "speculative", "query_buffers": 2, "ahead": True, "turns": "named", "joint": True},
-    ]
-    if head_dim == 64:
-        variants += [
-            {"consumers": 3, "stages": 2},
-            {"consumers": 3, "stages": 2, "softmax": "tree", "turns": "named", "query_buffers": 2, "ahead": True},
-            {"consumers": 3, "stages": 2, "softmax": "lazy", "polynomial": True, "turns": "named"},
-            {"consumers": 3, "stages": 4, "softmax": "speculative", "block_n": 64, "turns": "named", "joint": True},
-        ]
-    return variants
-
-
 def cases(head_dim: int) -> list[dict]:
     """The cheap and simple first, so that a hang or a wrong tile shows where it is easiest to understand."""
     lengths = (64, 128, 1, 2, 63, 65, 127, 129, 191, 192, 193, 255, 257, 385, 1023, 1024, 1025)
@@ -101,7 +71,7 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (257, 257), "scale": 1.0, "factor": 50.0},
         {"lengths": (200, 200), "dtype": "float16"},
     ]
-    long = [  # from 2049 keys on head_dim 64 has three consumers
+    long = [  # head_dim 64 has three consumers here
         {"lengths": (2100, 2100)},
         {"lengths": (200, 2305), "causal": False},
         {"lengths": (2100, 2100), "window": 500},
@@ -139,16 +109,19 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (2100, 2100), "batch": 5},
         {"lengths": (300, 1225), "factor": 30.0},
     ]
-    masks = [  # compiled apart: one of them for each launch, all for the one that becomes the default
+    masks = [
         {"lengths": (1025, 1025), "window": 400},
         {"lengths": (1025, 1025), "causal": False, "factor": 30.0},
         {"lengths": (2100, 2100), "dtype": "float16", "ramp": 20.0},
         {"lengths": (300, 1225), "documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)},
     ]
-    forward_launches = [  # other numbers of consumers, forms of the softmax; also with more tiles than programs
-        {"only": "forward", "launch": launch, **shape}
-        for i, launch in enumerate(forward_variants(head_dim))
-        for shape in (*causal, masks[i % 4])
+    everything = (*causal, *masks, *plain, *full, *uneven, *window, *documents, *extreme)
+    forward_launches = [  # numbers of consumers that the length alone would not give; more tiles than programs
+        {"only": "forward", "launch": {"consumers": consumers}, **shape}
+        for consumers, shapes in (
+            ((2, (*causal, *masks)), (3, everything)) if head_dim == 64 else ((2, everything[:8]),)
+        )
+        for shape in shapes
     ]
     ordered = [  # tiles of keys that add to dQ in order: many at a time, more than run at once, and few
         {"only": "backward", "deterministic": True, "runs": runs, **shape}

@@ -209,9 +209,9 @@ class Machine:
             "thread_barrier": self.gather,
             "warpgroup_mma_wait": self.wait_products,
             "barrier_ring": self.barriers,
-            "plan_ring": lambda: self.numbers(32),
-            "note": lambda plan, slot, index, value: plan.index(16 * slot + index).store(value),
-            "noted": lambda plan, slot, index: plan.index(16 * slot + index).load(),
+            "plan_ring": lambda: self.numbers(64),
+            "note": lambda plan, slot, index, value: plan.index(32 * slot + index).store(value),
+            "noted": lambda plan, slot, index: plan.index(32 * slot + index).load(),
             "matrix": lambda buffer: buffer,
         }
 

@@ -249,10 +249,10 @@ def test_compiles_for_hopper():
         import torch
         from fuselm.kernels.aot import compile_only
         from fuselm.kernels.attention.api import attention, prefer_hopper
-        borders = torch.tensor([0, 100, 250], dtype=torch.int32)
+        borders = torch.tensor([0, 100, 2500], dtype=torch.int32)  # long enough for three consumers
         report = []
         for head_dim, options in ((128, {}), (64, {"cu_seqlens_q": borders})):
-            shape = (300, 8, head_dim) if "cu_seqlens_q" in options else (2, 300, 8, head_dim)
+            shape = (3000, 8, head_dim) if "cu_seqlens_q" in options else (2, 300, 8, head_dim)
             qkv = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
             with prefer_hopper(), compile_only(90) as compiled:
                 for deterministic in (False, True):
@@ -268,34 +268,6 @@ def test_compiles_for_hopper():
         assert not warnings and shared <= 227 * 1024
         limit = {"_hopper_forward_kernel": 160 if head_dim == 128 else 0, "_hopper_backward_kernel": 320}.get(name, 160)
         assert spills <= limit, (name, head_dim, options, spills)
-
-
-def test_choices_compile():
-    """What benchmarks/tune.py tries on a card compiles without serialised products, and spills little: a launch
-    function may give any of it. Their sections are not compiled in."""
-    report = compile_in_a_process("""
-        import json, sys
-        import torch
-        from fuselm.kernels.aot import compile_only
-        from fuselm.kernels.attention import hopper_forward
-        sys.path.insert(0, "benchmarks")
-        from tuning.attention import forward_candidates
-        report = []
-        for head_dim in (64, 128):
-            q = torch.empty((2, 300, 4, head_dim), dtype=torch.bfloat16)
-            kv = q[:, :, :2]
-            launches = forward_candidates(1024, head_dim)
-            for launch in (launches[0], *launches[2 : 256 // head_dim]):
-                hopper_forward.hopper_forward_launch = lambda *_: launch
-                with compile_only(90) as compiled:
-                    hopper_forward.hopper_forward(q, kv, kv, None, None, True, 0.1, 0, 0.0)
-                report += [[k.name, str(launch), k.spill_bytes, k.warnings, k.shared_memory] for k in compiled]
-        print(json.dumps(report))
-    """)
-    kernels = [row for row in report if "hopper" in row[0]]
-    assert len(kernels) == 4
-    for _, launch, spills, warnings, shared in kernels:  # at head_dim 128 some outside the loops
-        assert not warnings and shared <= 227 * 1024 and spills <= 64, (launch, spills, warnings, shared)
 
 
 WORKER = Path(__file__).parent / "attention_hopper_worker.py"
