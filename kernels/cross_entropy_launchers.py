@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fuselm.kernels._triton import device_profile
+from fuselm.kernels._triton import DeviceProfile, device_profile
 from fuselm.kernels.cross_entropy_kernels import (
     VECTOR_BYTES,
     cross_entropy_backward_kernel,
@@ -13,7 +13,7 @@ from fuselm.kernels.cross_entropy_kernels import (
 from fuselm.kernels.cross_entropy_parts_kernels import cross_entropy_parts_gradient_kernel, cross_entropy_parts_kernel
 from fuselm.kernels.cross_entropy_ring import launch_ring, ring_refusal
 from fuselm.kernels.direct import launch_device
-from fuselm.kernels.launch.cross_entropy import PartsLaunch, cross_entropy_launch, parts_launch, ring_launch
+from fuselm.kernels.launch.cross_entropy import PartsLaunch, cross_entropy_launch, parts_launch, ring_launch, ring_rows
 
 Options = tuple[int, float, float, float]
 """ignore_index, label_smoothing, z_loss, softcap (0 for none)."""
@@ -40,6 +40,19 @@ def _rows_aligned(logits: torch.Tensor) -> bool:
     # whether every row of (outer, inner, vocab) logits begins at a 16-byte border
     steps = (stride for size, stride in zip(logits.shape[:2], logits.stride()[:2], strict=True) if size > 1)
     return not any(n % VECTOR_BYTES for n in (logits.data_ptr(), *(n * logits.element_size() for n in steps)))
+
+
+def _rows_in_ring(
+    logits: torch.Tensor, gradient: torch.Tensor, profile: DeviceProfile, smoothing: bool, softcap: bool
+) -> int:
+    # how many rows of (outer, inner, vocab) logits, from the first one on, launch_ring takes
+    rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]
+    some = ring_rows(rows, vocab)
+    if some < rows:
+        if not (logits.is_contiguous() and gradient.is_contiguous()):
+            return 0
+        logits, gradient = (x.view(1, rows, vocab)[:, :some] for x in (logits, gradient))
+    return some if ring_refusal(logits, gradient, profile, smoothing, softcap) is None else 0
 
 
 def _launch_parts(
@@ -145,26 +158,43 @@ def launch_forward(
             there is smoothing. `loss` then gets the target's (capped) logit, 0 where the target is in another part.
     """
     outer, inner, vocab = logits.shape
-    if outer * inner == 0:
+    rows = outer * inner
+    if rows == 0:
         return
     ignore_index, label_smoothing, z_loss, softcap = options
     written = logits if gradient is None else gradient
     profile = device_profile(logits.device)
-    split = None if total is not None else parts_launch(outer * inner, vocab, logits.dtype, profile)
+    split = None if total is not None else parts_launch(rows, vocab, logits.dtype, profile)
     if split is not None:
         skip = skip_ignored and grad_lse is None
         _launch_parts(split, logits, targets, loss, lse, lse_low, gradient, scale, None, grad_lse, options, True, skip)
         return
     skip = skip_ignored and grad_lse is None
     ring = None if gradient is None or total is not None else ring_launch(vocab, profile)
-    if ring is not None and ring_refusal(logits, written, profile, label_smoothing != 0, softcap != 0) is None:
-        rows = (logits, targets, loss, lse, lse_low, written, scale, grad_lse)
+    first = 0 if ring is None else _rows_in_ring(logits, written, profile, label_smoothing != 0, softcap != 0)
+    if ring is not None and first == rows:
+        tensors = (logits, targets, loss, lse, lse_low, written, scale, grad_lse)
         with launch_device(logits):
-            launch_ring(ring, *rows, ignore_index, z_loss, skip, profile.num_sms)
+            launch_ring(ring, *tensors, ignore_index, z_loss, skip, profile.num_sms)
+        return
+    if first:
+        for part in (slice(first), slice(first, None)):
+            launch_forward(
+                logits.view(1, rows, vocab)[:, part],
+                targets[part],
+                loss[part],
+                lse[part],
+                lse_low[part],
+                options=options,
+                skip_ignored=skip_ignored,
+                gradient=written.view(1, rows, vocab)[:, part],
+                scale=scale if scale is None or scale.dim() == 0 else scale[part],
+                grad_lse=None if grad_lse is None else grad_lse[part],
+            )
         return
     launch = cross_entropy_launch(vocab, logits.dtype, profile, softcap != 0, _rows_aligned(logits))
     with launch_device(logits):
-        cross_entropy_forward_kernel[(outer * inner,)](
+        cross_entropy_forward_kernel[(rows,)](
             logits,
             targets,
             loss,

@@ -2,7 +2,7 @@
 on Hopper, loss and gradient at once, the row in shared memory between the two passes.
 
 They know neither smoothing nor softcap. Rows begin at multiples of 32 bytes, except that two groups of warps take rows
-of any length where these lie side by side (`is_flat`). All else has the portable kernel.
+of any length where these lie side by side (`is_flat`) and make whole lines in all. All else has the portable kernel.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class PartsLaunch:
 
 
 RING_COLUMNS = 64  # of a chunk as TMA sees it: 128 bytes, one row of its widest swizzle
-_RING_SHARED = 232448  # bytes that a program may have on Hopper, of which the rings below leave some 3000
+_RING_SHARED = 232448  # bytes that a program may have on Hopper, of which the rings below leave some 2400
+_SPLIT_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -82,26 +84,30 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
     """Launch for rows of `vocab` 16-bit logits in shared memory on Hopper, else None: the portable kernel.
 
     Two groups of warps where the slots hold a row, of any length. Longer ones have one group, which keeps chunks in
-    registers, while a row fits, or all but one of the smaller chunks; not if they begin within lines of RING_COLUMNS,
-    which this group does not know.
+    registers, while at most six are brought twice; not if they begin within lines of RING_COLUMNS, which this group
+    does not know.
 
-    Loss and gradient on an H200, bf16, beside the portable kernel: 16384 x 40960 0.687 ms for 0.727, x 50304 0.840 for
-    0.945, x 65536 1.132 for 1.285, x 50257, within lines, 0.877 for 0.975; with chunks of 128 lines (128 x 14) 0.704,
-    0.851, 1.125 and 0.880. 16384 x 32000 takes 0.557 to 0.565 for 0.533: the border lies between 32,000 and 40,960,
-    and was not looked for. 8192 x 128256 1.111 ms for 1.265; with three or four chunks in registers 1.136 and 1.148,
-    with none 1.223. 8192 x 151936, of whose 38 smaller chunks one is brought twice, 1.426 for 1.551.
+    Loss and gradient on an H200, bf16, beside the portable kernel: 16384 x 40960 0.686 ms for 0.727, x 50304 0.840 for
+    0.946, x 65536 1.130 for 1.287, x 50257, within lines, 0.875 for 0.980, 8192 x 73448, within lines too, 0.635 for
+    0.834; with chunks of 128 lines (128 x 14) 0.707, 0.855, 1.132, 0.876 and 0.646. 16384 x 32000 takes 0.557 to 0.565
+    for 0.533: the border lies between 32,000 and 40,960, and was not looked for. One group: 8192 x 128256 1.106 ms for
+    1.270, with 13 slots 1.108; x 151936 1.306 for 1.566; x 202048, of whose 25 chunks six are brought twice, 1.928 for
+    2.017; x 262144, 13 of whose 32 are, 2.646 for 2.590; with eight warps that keep six chunks 1.123, 1.323, 1.905 and
+    2.627. At 8192 x 102400 one group takes 0.893 ms, two 0.897.
     """
     if profile.arch != 90 or profile.shared_memory < _RING_SHARED or vocab < 40960:
         return None
-    groups = RingLaunch(tile=64, slots=28, num_warps=8, writers=8)
+    groups, kept = RingLaunch(tile=64, slots=28, num_warps=8, writers=8), RingLaunch(128, 14, 16, kept=5)
     if not groups.again(vocab):
         return groups
-    if vocab % RING_COLUMNS:
-        return None
-    large, small = RingLaunch(tile=128, slots=13, num_warps=16, kept=5), RingLaunch(64, 27, 16, kept=10)
-    if not large.again(vocab):
-        return large
-    return small if small.again(vocab) <= 1 else None
+    return kept if vocab % RING_COLUMNS == 0 and kept.again(vocab) <= 6 else None
+
+
+def ring_rows(rows: int, vocab: int) -> int:
+    """How many of `rows` rows of `vocab` logits that lie side by side are for the ring: the most that make whole lines
+    of RING_COLUMNS. The others, fewer than RING_COLUMNS, have a launch of their own. It was not measured, and that it
+    pays from `_SPLIT_ROWS` rows on is a guess: fewer are offered to the ring as they are."""
+    return rows if rows < _SPLIT_ROWS else rows - rows % (RING_COLUMNS // math.gcd(vocab, RING_COLUMNS))
 
 
 def parts_launch(rows: int, vocab: int, dtype: torch.dtype, profile: DeviceProfile) -> PartsLaunch | None:

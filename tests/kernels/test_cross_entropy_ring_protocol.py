@@ -129,7 +129,7 @@ def test_one_group(chunks, slots):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "slots", "kept"), [(2, 1, 1), (3, 2, 1), (5, 2, 2), (7, 3, 4), (8, 3, 5), (16, 13, 5)]
+    ("chunks", "slots", "kept"), [(2, 1, 1), (3, 2, 1), (5, 2, 2), (7, 3, 4), (8, 3, 5), (25, 14, 5)]
 )
 def test_chunks_in_registers(chunks, slots, kept):
     _run(range(4), 4, chunks, slots, False, None, kept)
