@@ -23,6 +23,7 @@ from fuselm.kernels.launch.attention_hopper import (
     MIB,
     HopperBackwardLaunch,
     HopperForwardLaunch,
+    hopper_backward_launch,
     hopper_forward_launch,
 )
 
@@ -102,12 +103,15 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
     return (*launches, *sections)
 
 
-def backward_candidates(length: int, head_dim: int) -> tuple[HopperBackwardLaunch, ...]:
-    """Sections."""
-    sections = (16, 12, 20, 24) if head_dim == 64 else (32, 24, 16, 48)
-    if head_dim == 128 and length >= 16384:  # where a group of heads has 32 MiB: one, two and all of them
-        sections = (32, 64, 256)
-    return tuple(HopperBackwardLaunch(section * MIB) for section in sections)
+def backward_candidates(length: int, head_dim: int, packed: bool = False) -> tuple[HopperBackwardLaunch, ...]:
+    """Short tiles at the end; their number and sections."""
+    section = hopper_backward_launch(head_dim, length, KNOWN_PROFILES[90], packed).section_bytes
+    assert section is not None
+    if head_dim == 64:
+        return HopperBackwardLaunch(section, 1), HopperBackwardLaunch(section, 2)
+    # A MiB more holds four groups of heads at 4097 keys, as 32 do at 4096.
+    other = HopperBackwardLaunch(33 * MIB) if length == 4097 else HopperBackwardLaunch(2 * section, 4 if packed else 1)
+    return (*(HopperBackwardLaunch(section, held) for held in (1, 2, 4)), other)
 
 
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:
@@ -141,7 +145,7 @@ TARGETS = (
         Target(
             _name("backward", "hopper", row, documents),
             f"{_HOPPER}backward.hopper_backward_launch",
-            backward_candidates(row[1], row[-1]),
+            backward_candidates(row[1], row[-1], bool(documents)),
             functools.partial(_backward, hopper_backward, row, documents=documents),
             0,
         )

@@ -361,11 +361,13 @@ def hopper_backward(
             by_work=not deterministic, queries=False, causal=causal, window=window,
         )  # fmt: skip
         instances = batch * kv_heads
-        section = instances
+        kernel, programs, section, choices = _hopper_backward_kernel, instances * tiles, instances, {}
         if not deterministic:
-            head_bytes = 2 * group * queries * head_dim * q.element_size()
             launch = hopper_backward_launch(head_dim, keys, profile, packed)
+            head_bytes = 2 * group * queries * head_dim * q.element_size()
+            kernel, programs = hopper_backward_rolling_kernel, min(instances * tiles, profile.num_sms)
             section = heads_a_section(head_bytes, instances, launch.section_bytes)
+            choices = {"HELD": launch.held}
         descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
@@ -379,12 +381,9 @@ def hopper_backward(
             outputs = (rows_descriptor(dk, 64, packed), rows_descriptor(dv, 64, packed))
         outputs = (*outputs, lse2 if table is None else table)
         problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, min(window, max(keys, 1)))
-        kernel, programs = hopper_backward_rolling_kernel, min(instances * tiles, profile.num_sms)
-        if deterministic:
-            kernel, programs = _hopper_backward_kernel, instances * tiles
         kernel[(programs,)](
             *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E,
-            PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim,
+            PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim, **choices,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](

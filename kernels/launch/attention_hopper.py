@@ -64,9 +64,12 @@ class HopperBackwardLaunch:
 
     Attributes:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
+        held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
+            in hopper_backward_rolling.py). No launch function says anything of it: not run on a card.
     """
 
     section_bytes: int | None
+    held: int = 0
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:

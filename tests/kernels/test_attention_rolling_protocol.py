@@ -76,6 +76,7 @@ class _Program:
         heads: int,
         group: int,
         window: int = 0,
+        held: int = 0,
         change: Change | None = None,
     ) -> None:
         self.machine = machine = Machine(seed)
@@ -110,6 +111,7 @@ class _Program:
         self.run_kernel: Callable[[], Any] = lambda: kernel(
             *descs, VALUE, VALUE, *outputs, VALUE, *lengths, heads, group, heads, 2, self.tiles, self.query_tiles,
             window, 1.0, 1.0, PACKED=False, CAUSAL=True, WINDOW=window > 0, BLOCK_M=self.block_m, HEAD_DIM=head_dim,
+            HELD=held,
         )  # fmt: skip
 
     # What the kernel calls
@@ -189,11 +191,11 @@ class _Program:
         assert sorted(self.stored) == sorted(stored), "dK and dV are not those of all blocks, stored once"
 
 
-SHAPES = [  # lengths, heads, group, window; with the window, most tiles of keys have no queries
+SHAPES = [  # lengths, heads, group, window, held; with the window, most tiles of keys have no queries
     ((64, 64), 5, 1, 0),
     ((128, 128), 5, 1, 0),
     ((1024, 1024), 2, 1, 0),
-    ((300, 300), 3, 2, 0),
+    ((300, 300), 3, 2, 0, 4),
     ((128, 500), 3, 1, 0),
     ((500, 130), 3, 2, 0),
     ((70, 500), 3, 2, 33),
@@ -215,4 +217,4 @@ def test_the_model_finds(change):
     with pytest.raises(AssertionError):
         for seed in range(30):
             for lengths, window in (((128, 128), 0), ((640, 640), 0), ((70, 500), 33)):
-                _Program(seed, 64, lengths, 5, 1, window, change).run()
+                _Program(seed, 64, lengths, 5, 1, window, change=change).run()
