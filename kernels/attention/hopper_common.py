@@ -237,7 +237,8 @@ def key_blocks(
     """Key blocks that queries [first, first + ROWS) meet: (begin, full begin, full end, count), in blocks.
 
     Blocks begin .. begin + count - 1 are visited; those outside [full begin, full end) need a mask. One block at least,
-    all masked where there is no key to see, so that no case needs a path of its own.
+    all masked where there is no key to see, so that no case needs a path of its own; and one where there are no
+    queries, as behind a document's end.
     """
     shift = keys - rows
     last = min(first + ROWS, rows) - 1
@@ -252,7 +253,8 @@ def key_blocks(
         begin = max(first + shift - window + 1, 0) // BLOCK_N
         full_begin = (max(last + shift - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
     count = max((end + BLOCK_N - 1) // BLOCK_N - begin, 1)
-    return begin, full_begin, full_end, count
+    some = max(min(rows - first, 1), 0)
+    return begin, full_begin, full_end, 1 + (count - 1) * some
 
 
 @gluon_jit

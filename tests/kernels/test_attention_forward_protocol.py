@@ -51,7 +51,7 @@ class _Program:
         self.machine = machine = Machine(seed)
         self.launch, self.heads, self.group, self.window = launch, heads, group, window
         self.queries, self.keys = lengths
-        self.tiles = -(-self.queries // launch.block_m)
+        self.tiles = -(-self.queries // launch.block_m) + 1  # one behind the end, as documents have them
         self.turns = [0] * launch.consumers
         self.stored: list[tuple[int, int, tuple[tuple[Block, ...], ...]]] = []  # head, row, what was added up
         barrier = SimpleNamespace(**vars(machine.names["mbarrier"]))

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,8 @@ from fuselm.kernels.attention.hopper_backward_rolling import short_tiles_last as
 from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
+
+from .protocol import as_python
 
 position_at, tile_and_head, key_blocks, split_blocks, query_blocks, short_tiles_last = map(
     common.python_function,
@@ -141,6 +144,36 @@ def test_blocks_hold_every_visible_pair(queries, keys, causal, window):
             if full_begin <= block < full_end:
                 assert seen[rows, columns].shape[1] == 128 and seen[rows, columns].all()
         assert not (seen & ~visited)[:, first : first + 128].any()
+
+
+def test_consumers_visit_what_their_queries_meet_and_somebody_visits_every_block():
+    """Nobody waits for a block that only is passed over: TMA would still write to it when the next one is asked for."""
+    own_blocks, draw = as_python((common,), {}).own_blocks, random.Random(0).randrange
+    passed_over = 0
+    for _ in range(1500):
+        queries, causal, consumers = draw(500), draw(3) > 0, draw(2, 4)
+        window = causal * draw(2) * draw(1, 300)
+        keys, block_n = queries if draw(2) else draw(600), 64 * draw(1, 3)
+        first = 64 * consumers * draw(-(-queries // (64 * consumers)) + 2)  # also behind the end
+        problem, masks = (queries, keys, window), (causal, window > 0)
+        begin, _, _, count = key_blocks(first, *problem, *masks, 64 * consumers, block_n)
+        everything = visible_pairs(queries, keys, torch.device("cpu"), causal=causal, window=window or None)
+        visited = set()
+        for row in range(first, first + 64 * consumers, 64):
+            last = begin + count - 1
+            skipped, full_from, full_to, own = own_blocks(row, *problem, last, *masks, block_n)
+            blocks = [last - skipped - i for i in range(own)]
+            assert 0 <= skipped <= count - own and 1 <= full_from <= full_to <= own
+            seen = everything[row : row + 64]
+            met = {b for b in range(begin, last + 1) if seen[:, b * block_n : (b + 1) * block_n].any()}
+            assert met <= set(blocks)
+            assert own == max(len(met), 1)
+            for b in blocks[full_from:full_to]:
+                assert (b + 1) * block_n <= keys and seen[:, b * block_n : (b + 1) * block_n].all()
+            visited |= set(blocks)
+            passed_over += count - own
+        assert visited == set(range(begin, begin + count))
+    assert passed_over > 500
 
 
 def test_sections_are_whole_groups_that_fit():
