@@ -34,6 +34,7 @@ from fuselm.kernels.attention.hopper_common import (
     position_at,
     ring,
     rows_descriptor,
+    split_blocks,
     store_rows,
     take_turn,
     tile_and_head,
@@ -72,7 +73,7 @@ def _next_place(counter_ptr, step, COUNTED: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
+    STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr, OWN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, _o_s, plan = buffers
@@ -87,7 +88,7 @@ def _produce(
         first, rows, begin, others, other_begin, _document = place_of(tile, table_ptr, queries, keys, PACKED, ROWS)
         batch = instance // heads
         head = instance - batch * heads
-        block_begin, _full_begin, _full_end, count = key_blocks(
+        block_begin, full_begin, full_end, count = key_blocks(
             first, rows, others, window, CAUSAL, WINDOW, ROWS, BLOCK_N
         )
         slot = step & 1
@@ -101,14 +102,19 @@ def _produce(
         note(plan, slot, 6, others)
         last = block_begin + count - 1
         note(plan, slot, 7, last)
-        for c in gl.static_range(CONSUMERS):
-            skipped, full_from, full_to, own_count = own_blocks(
-                first + 64 * c, rows, others, window, last, CAUSAL, WINDOW, BLOCK_N
-            )
-            note(plan, slot, 8 + 4 * c, skipped)
-            note(plan, slot, 9 + 4 * c, full_from)
-            note(plan, slot, 10 + 4 * c, full_to)
-            note(plan, slot, 11 + 4 * c, own_count)
+        if OWN_BLOCKS:
+            for c in gl.static_range(CONSUMERS):
+                skipped, full_from, full_to, own_count = own_blocks(
+                    first + 64 * c, rows, others, window, last, CAUSAL, WINDOW, BLOCK_N
+                )
+                note(plan, slot, 8 + 4 * c, full_from)
+                note(plan, slot, 9 + 4 * c, full_to)
+                note(plan, slot, 10 + 4 * c, skipped)
+                note(plan, slot, 11 + 4 * c, own_count)
+        else:
+            full_from, full_to = split_blocks(block_begin, full_begin, full_end, count)
+            note(plan, slot, 8, full_from)
+            note(plan, slot, 9, full_to)
         mbarrier.arrive(plan_full.index(slot), count=1)
         for i in range(count):
             row = (last - i) * BLOCK_N
@@ -207,6 +213,7 @@ def _consume(
     buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, Q_BUFFERS: tl.constexpr,
+    OWN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, o_s, plan = buffers
     plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -214,7 +221,7 @@ def _consume(
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: tl.constexpr = gl.DotOperandLayout(0, output, 2)
-    OWN: tl.constexpr = 8 + 4 * ME  # where the plan begins to tell of this consumer's blocks
+    OWN: tl.constexpr = 8 + (4 * ME if OWN_BLOCKS else 0)  # where the plan begins to tell of this consumer's blocks
     o = o_s.index(ME)
     offs_m = 64 * ME + gl.arange(0, 64, gl.SliceLayout(1, scores))
     done = gl.program_id(0) * 0
@@ -228,12 +235,15 @@ def _consume(
         first = noted(plan, step & 1, 3)
         rows = noted(plan, step & 1, 4)
         others = noted(plan, step & 1, 6)
-        skipped = noted(plan, step & 1, OWN)
-        full_from = noted(plan, step & 1, OWN + 1)
-        full_to = noted(plan, step & 1, OWN + 2)
-        own_count = noted(plan, step & 1, OWN + 3)
-        last = noted(plan, step & 1, 7) - skipped
-        done = _pass_over(skipped, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
+        last = noted(plan, step & 1, 7)
+        full_from = noted(plan, step & 1, OWN)
+        full_to = noted(plan, step & 1, OWN + 1)
+        own_count = count
+        if OWN_BLOCKS:
+            skipped = noted(plan, step & 1, OWN + 2)
+            own_count = noted(plan, step & 1, OWN + 3)
+            last -= skipped
+            done = _pass_over(skipped, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
         row = first + offs_m
         high = gl.zeros([64], gl.int32, gl.SliceLayout(1, scores)) + others
         low = high
@@ -292,7 +302,9 @@ def _consume(
         first = noted(plan, step & 1, 3)
         rows = noted(plan, step & 1, 4)
         begin = noted(plan, step & 1, 5)
-        left_over = noted(plan, step & 1, 0) - noted(plan, step & 1, OWN) - noted(plan, step & 1, OWN + 3)
+        left_over = 0
+        if OWN_BLOCKS:
+            left_over = noted(plan, step & 1, 0) - noted(plan, step & 1, OWN + 2) - noted(plan, step & 1, OWN + 3)
         mbarrier.arrive(plan_empty.index(step & 1), count=1)
         row = first + offs_m
         gl.store(lse2_ptr + (gl.cast(batch * heads + head, gl.int64) * queries + begin) + row, lse2, mask=row < rows)
@@ -303,7 +315,8 @@ def _consume(
         matrix(o).store(acc.to(dtype))
         fence_async_shared()
         store_rows(o_desc, batch, begin, rows, first + 64 * ME, head, o, PACKED)
-        done = _pass_over(left_over, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
+        if OWN_BLOCKS:
+            done = _pass_over(left_over, done, k_empty, v_empty, ME, CONSUMERS, STAGES, JOINT)
         step += 1
         mbarrier.wait(plan_full.index(step & 1), step // 2 & 1)
         count = noted(plan, step & 1, 0)
@@ -319,6 +332,8 @@ def _hopper_forward_kernel(
     PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     declare_surpassed()
+    # Two consumers of 64 queries meet the same blocks of 128 keys, but where a window or a document ends in between.
+    OWN_BLOCKS: tl.constexpr = CONSUMERS == 3 or PACKED or WINDOW
     q_s = ring(q_desc, Q_BUFFERS * CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
@@ -341,12 +356,12 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            JOINT, Q_BUFFERS)),
+                            JOINT, Q_BUFFERS, OWN_BLOCKS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            JOINT, Q_BUFFERS)),
+                            JOINT, Q_BUFFERS, OWN_BLOCKS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, OWN_BLOCKS)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -356,15 +371,15 @@ def _hopper_forward_kernel(
             [
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             0, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            JOINT, Q_BUFFERS)),
+                            JOINT, Q_BUFFERS, OWN_BLOCKS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             1, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            JOINT, Q_BUFFERS)),
+                            JOINT, Q_BUFFERS, OWN_BLOCKS)),
                 (_consume, (buffers, barriers, queries, heads, window, o_desc, lse2_ptr, score_scale,
                             2, PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, HEAD_DIM, STAGES,
-                            JOINT, Q_BUFFERS)),
+                            JOINT, Q_BUFFERS, OWN_BLOCKS)),
                 (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, table_ptr, group,
-                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS)),
+                            PACKED, CAUSAL, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, Q_BUFFERS, OWN_BLOCKS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -143,7 +143,7 @@ class _Model:
     ) -> None:
         self.tiles, self.q, self.k, self.v, self.launch, self.me = tiles, q, k, v, launch, me
         self.block_n, self.stages = block_n, stages = launch.block_n, launch.stages
-        self.causal, self.window = options["causal"], options["window"]
+        self.causal, self.window, self.own_blocks = options["causal"], options["window"], options["own_blocks"]
         self.blocks: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
         self.loaded, self.freed, self.raised, self.step = dict.fromkeys("qkv", 0), dict.fromkeys("qkv", 0), 0, 0
         self.passed_over = 0
@@ -167,11 +167,16 @@ class _Model:
         blocks = as_python((common,), {})
         problem = (rows, others, self.window)
         constants = (self.causal, self.window > 0)
-        begin, _, _, count = blocks.key_blocks(first, *problem, *constants, self.launch.block_m, self.block_n)
+        begin, full_begin, full_end, count = blocks.key_blocks(
+            first, *problem, *constants, self.launch.block_m, self.block_n
+        )
         start, last = sum(n for _, n, _ in self.tiles[: self.step]), begin + count - 1
         numbers = (count, 0, 0, first, rows, start, others, last)
-        for c in range(self.launch.consumers):
-            numbers += blocks.own_blocks(first + 64 * c, *problem, last, *constants, self.block_n)
+        if not self.own_blocks:
+            numbers += blocks.split_blocks(begin, full_begin, full_end, count)
+        for c in range(self.launch.consumers if self.own_blocks else 0):
+            skipped, *full, own = blocks.own_blocks(first + 64 * c, *problem, last, *constants, self.block_n)
+            numbers += (*full, skipped, own)
         self.plan[slot] = [torch.tensor(x) for x in numbers]
         for i in range(count):
             at = (begin + count - 1 - i) * self.block_n
@@ -266,7 +271,7 @@ class _Model:
         python._consume(
             buffers, barriers, 0, 1, self.window, SimpleNamespace(dtype=torch.float32), _Pointer(self.lse2),
             scale * LOG2E, self.me, True, self.causal, self.window > 0, launch.consumers, self.block_n,
-            self.q[0].shape[1], self.stages, launch.joint, launch.query_buffers,
+            self.q[0].shape[1], self.stages, launch.joint, launch.query_buffers, self.own_blocks,
         )  # fmt: skip
         steps = len(self.blocks["k"]) - len(self.tiles)
         begins = [0] if self.me == launch.consumers - 1 else []
@@ -323,11 +328,13 @@ PROBLEMS = (  # causal, window, tiles
 def test_a_consumer_computes_attention(launch, keys):
     generator = torch.Generator().manual_seed(3)
     passed_over = 0
-    for (causal, window, tiles), me in itertools.product(PROBLEMS, range(launch.consumers)):
+    for (causal, window, tiles), me, own_blocks in itertools.product(PROBLEMS, range(launch.consumers), (True, False)):
+        if not own_blocks and (window or launch.consumers == 3):
+            continue
         q, k, v = ([torch.randn(tile[i], 16, generator=generator) for tile in tiles] for i in (1, 2, 2))
         if keys != "even":
             k = [_rising(x) if keys == "rising" else _rising(x.flip(0)).flip(0) for x in k]
-        model = _Model(tiles, q, k, v, launch, me, causal=causal, window=window)
+        model = _Model(tiles, q, k, v, launch, me, causal=causal, window=window, own_blocks=own_blocks)
         model.run(0.25)
         start = 0
         for i, (first, rows, _) in enumerate(tiles):
@@ -373,7 +380,7 @@ def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
     k = torch.full((100, 16), 8.0) + torch.arange(100)[:, None] * 1e-3
     v = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
     for scale, window in itertools.product((1.0, 1e-41), (0, 70)):
-        model = _Model([(0, 64, 100)], [q], [k], [v], LAUNCHES["2"], causal=True, window=window)
+        model = _Model([(0, 64, 100)], [q], [k], [v], LAUNCHES["2"], causal=True, window=window, own_blocks=True)
         model.run(scale)
         out, lse = _expected(q, k, v, scale, True, window)
         assert torch.allclose(model.out[0].double(), out, rtol=1e-4, atol=1e-4)

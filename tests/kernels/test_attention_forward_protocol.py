@@ -117,10 +117,14 @@ class _Program:
         self.stored.append((head, row, buffer.holds or ()))
 
     def own(self, row: int) -> list[int]:
-        """Key blocks that some query of 64 from `row` on meets, the last first."""
-        shift = self.keys - self.queries
+        """Key blocks that some query of 64 from `row` on meets, the last first; of two consumers without a window those
+        of the whole tile."""
+        shift, rows = self.keys - self.queries, 64
+        if self.launch.consumers == 2 and not self.window:
+            rows = self.launch.block_m
+            row = row // rows * rows
         met = set()
-        for query in range(row, min(row + 64, self.queries)):
+        for query in range(row, min(row + rows, self.queries)):
             begin = max(query + shift - self.window + 1, 0) if self.window else 0
             end = min(query + shift + 1, self.keys)
             if begin < end:
