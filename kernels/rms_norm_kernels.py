@@ -20,27 +20,11 @@ def _row_offset(row, inner, stride_outer, stride_inner):
 
 @jit
 def _load_as(pointers, mask, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """POLICY: an eviction policy, a cache modifier or ""."""
-    EVICTS: tl.constexpr = POLICY == "evict_first" or POLICY == "evict_last"  # pyright: ignore[reportAssignmentType]
-    CACHE: tl.constexpr = "" if EVICTS else POLICY  # pyright: ignore[reportAssignmentType]
-    EVICTION: tl.constexpr = POLICY if EVICTS else ""  # pyright: ignore[reportAssignmentType]
+    """fp32. POLICY: an eviction policy or ""."""
     if EVEN:
-        value = tl.load(pointers, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        return tl.load(pointers, eviction_policy=POLICY).to(tl.float32)  # pyright: ignore[reportArgumentType]
     else:
-        value = tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-    return value.to(tl.float32)
-
-
-@jit
-def _store_as(pointers, value, mask, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    EVICTS: tl.constexpr = POLICY == "evict_first" or POLICY == "evict_last"  # pyright: ignore[reportAssignmentType]
-    CACHE: tl.constexpr = "" if EVICTS else POLICY  # pyright: ignore[reportAssignmentType]
-    EVICTION: tl.constexpr = POLICY if EVICTS else ""  # pyright: ignore[reportAssignmentType]
-    value = value.to(pointers.dtype.element_ty)
-    if EVEN:
-        tl.store(pointers, value, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-    else:
-        tl.store(pointers, value, mask=mask, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)  # pyright: ignore[reportArgumentType]
 
 
 @jit
@@ -50,7 +34,11 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 @jit
 def _store(pointers, value, mask, EVEN: tl.constexpr):
-    _store_as(pointers, value, mask, EVEN, "")
+    value = value.to(pointers.dtype.element_ty)
+    if EVEN:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=mask)
 
 
 @jit
@@ -74,16 +62,25 @@ def _columns(N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr):
 
 @jit
 def _load_input(
-    x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr,
+    x, residual, h, mask, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr
 ):  # fmt: skip
     """[R, C] fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
     value = _load_as(x, mask, EVEN, LOAD)
     if HAS_RESIDUAL:
         total = (value + _load_as(residual, mask, EVEN, LOAD)).to(h.dtype.element_ty)
-        _store_as(h, total, mask, EVEN, STORE)
+        _store(h, total, mask, EVEN)
         value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
     return value
+
+
+@jit
+def _block(part: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr):
+    """Columns of a row's part, [1, C], and their mask: BLOCKS blocks of BLOCK_N, then the tail."""
+    if part < BLOCKS:
+        col = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    else:
+        col = BLOCKS * BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+    return col, col < N
 
 
 @jit
@@ -107,63 +104,70 @@ def rms_norm_forward_kernel(
     N: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     STAGES: tl.constexpr,
     LATE_WEIGHT: tl.constexpr,
-    TOUCH: tl.constexpr,
     LOAD: tl.constexpr,
-    STORE: tl.constexpr,
-    ORDER: tl.constexpr,
 ):
-    """Whole rows in registers: one read, one write. LOAD, STORE: what the caches are told of rows."""
-    EVEN: tl.constexpr = EVEN_ROWS and BLOCK_N <= N
-    EVEN_TAIL: tl.constexpr = EVEN_ROWS and BLOCK_N + BLOCK_TAIL == N
-    WHOLE: tl.constexpr = BLOCK_N <= N  # the columns alone
-    WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N
+    """Whole rows in registers: one read, one write. LOAD: what L2 is told of rows that are read."""
+    PARTS: tl.constexpr = BLOCKS + (BLOCK_TAIL > 0)
     first = tl.program_id(0) * BLOCK_ROWS
-    if ORDER == "backward":
-        first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_ROWS
-    elif ORDER == "halves":  # of an even number of programs
-        first = (tl.program_id(0) % 2 * (tl.num_programs(0) // 2) + tl.program_id(0) // 2) * BLOCK_ROWS
-    col, col_mask, tail_col, tail_col_mask = _columns(N, BLOCK_N, BLOCK_TAIL)
-    HAS_EARLY: tl.constexpr = HAS_WEIGHT and not LATE_WEIGHT  # pyright: ignore[reportAssignmentType]
-    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_EARLY, WHOLE)
-    tail_weight = weight
-    if BLOCK_TAIL > 0:
-        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_EARLY, WHOLE_TAIL)
-    if TOUCH and HAS_WEIGHT:
+    weights = ()
+    if LATE_WEIGHT and HAS_WEIGHT:
         # An element of each 32 bytes, volatile lest it be left out, for nobody waits for it: the weight is then in L2
         # when the first programs, which all come to it at once, ask for it.
-        sector = tl.arange(0, BLOCK_N // 16) * 16
-        tl.load(weight_ptr + sector, mask=(sector < N) & (tl.program_id(0) < 8), volatile=True)
+        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore
+        for part in tl.static_range(BLOCKS):  # pyright: ignore
+            sector = part * BLOCK_N + tl.arange(0, BLOCK_N // SECTOR) * SECTOR  # pyright: ignore
+            tl.load(weight_ptr + sector, mask=(sector < N) & (tl.program_id(0) < 8), volatile=True)
+    elif not LATE_WEIGHT:
+        for part in tl.static_range(PARTS):  # pyright: ignore
+            col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
+            weights += (_load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),)
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         x = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
         residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
         out = row.to(tl.int64) * N
-        mask = (row < rows) & col_mask
-        value = _load_input(x + col, residual + col, h_ptr + out + col, mask, HAS_RESIDUAL, EVEN, LOAD, STORE)  # [R, N]
-        tail, tail_mask = value, mask
-        if BLOCK_TAIL > 0:
-            tail_mask = (row < rows) & tail_col_mask
-            tail = _load_input(
-                x + tail_col, residual + tail_col, h_ptr + out + tail_col, tail_mask, HAS_RESIDUAL, EVEN_TAIL,
-                LOAD, STORE,
+        values = ()  # [R, C] each
+        squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        for part in tl.static_range(PARTS):  # pyright: ignore
+            col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
+            value = _load_input(
+                x + col, residual + col, h_ptr + out + col, (row < rows) & exists, HAS_RESIDUAL,
+                EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N, LOAD,
             )  # fmt: skip
-        squares = tl.sum(value * value, 1, keep_dims=True)  # [R, 1]
+            values += (value,)
+            if part < BLOCKS:
+                squares += value * value
+        total = tl.sum(squares, 1, keep_dims=True)
         if BLOCK_TAIL > 0:
-            squares += tl.sum(tail * tail, 1, keep_dims=True)
-        rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
-        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+            total += tl.sum(values[BLOCKS] * values[BLOCKS], 1, keep_dims=True)
+        rstd = 1.0 / tl.sqrt_rn(total / N + tl.cast(eps, tl.float32))
+        if BLOCKS > 1:
+            # By a lane of each row's warp, lest the rows meet in shared memory.
+            lane = tl.arange(0, 32)[None, :]
+            tl.store(rstd_ptr + row + lane, tl.broadcast_to(rstd, [BLOCK_ROWS, 32]), mask=(row < rows) & (lane == 0))
+        else:
+            tl.store(rstd_ptr + row, rstd, mask=row < rows)
+        factors = weights
         if LATE_WEIGHT:
-            weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
-        _store_as(y_ptr + out + col, value * rstd * weight, mask, EVEN, STORE)
-        if BLOCK_TAIL > 0:
-            if LATE_WEIGHT:
-                tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
-            _store_as(y_ptr + out + tail_col, tail * rstd * tail_weight, tail_mask, EVEN_TAIL, STORE)
+            for part in tl.static_range(PARTS):  # pyright: ignore
+                col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
+                if BLOCKS > 1:  # lest its layout be another one than that of the rows, which lie in a warp each
+                    col = tl.broadcast_to(col, [BLOCK_ROWS, BLOCK_N])
+                factors += (
+                    _load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),
+                )
+        for part in tl.static_range(PARTS):  # pyright: ignore
+            col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
+            _store(
+                y_ptr + out + col, values[part] * rstd * factors[part], (row < rows) & exists,
+                EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N,
+            )  # fmt: skip
 
 
 @jit
@@ -196,7 +200,7 @@ def rms_norm_forward_chunked_kernel(
     squares = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN, "", "")
+        value = _load_input(x + col, residual + col, h_ptr + out + col, col < N, HAS_RESIDUAL, EVEN, "")
         squares += value * value
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)

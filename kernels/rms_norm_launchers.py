@@ -91,8 +91,6 @@ def launch_forward(
     launch = forward_launch(rows, n, itemsize, device_profile(x.device), residual is not None, dense)
     blocks = -(-rows // launch.block_rows)
     programs = min(launch.programs or blocks, blocks)
-    if launch.order == "halves":
-        programs += programs % 2
     arguments = (
         x_in,
         residual_in,
@@ -134,14 +132,12 @@ def launch_forward(
                 *arguments,
                 EVEN_ROWS=rows % launch.block_rows == 0,
                 BLOCK_ROWS=launch.block_rows,
+                BLOCKS=launch.blocks,
                 BLOCK_N=launch.block_n,
                 BLOCK_TAIL=launch.block_tail,
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
-                TOUCH=launch.touch,
                 LOAD=launch.load,
-                STORE=launch.store,
-                ORDER=launch.order,
                 num_warps=launch.num_warps,
             )
         else:

@@ -80,24 +80,21 @@ def _rotate(
         positions_strides = (positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1))
     sources = [present if x is None else x for x in inputs]
     targets = [present if x is None else x for x in outputs]
-    launch = rope_launch(
-        seq_len,
-        max(heads[0], 1),
-        heads[1] or heads[0],
-        head_dim,
-        present.element_size(),
-        device_profile(present.device),
-        inverse,
-    )
+    profile, itemsize = device_profile(present.device), present.element_size()
+    launch = rope_launch(batch, seq_len, max(heads[0], 1), heads[1] or heads[0], head_dim, itemsize, profile)
     size = launch.block_heads
     even = (
         seq_len % launch.block_tokens == 0
         and 2 * launch.block_half == head_dim
         and all(count % size == 0 for count in heads)
     )
-    programs = batch * -(-seq_len // launch.block_tokens) * sum(-(-count // size) for count in heads)
+    parts, blocks = sum(-(-count // size) for count in heads), -(-seq_len // launch.block_tokens)
+    grid = (parts * batch * blocks, 1, 1)
+    if launch.batch_first:
+        grid = (parts * batch, min(blocks, 32768), -(-blocks // 32768))
+        even = even and grid[1] * grid[2] == blocks
     with launch_device(present):
-        rope_kernel[(programs,)](
+        rope_kernel[grid](
             *sources,
             *targets,
             cos,
@@ -119,8 +116,10 @@ def _rotate(
             BLOCK_TOKENS=launch.block_tokens,
             BLOCK_HEADS=size,
             BLOCK_HALF=launch.block_half,
-            LOADS=launch.loads,
-            STORES=launch.stores,
+            BATCH_FIRST=launch.batch_first,
+            LOAD=launch.load,
+            LATE_ANGLES=launch.late_angles,
+            ANGLES=launch.angles,
             num_warps=launch.num_warps,
             num_stages=1,
         )

@@ -16,7 +16,7 @@ def load_positions(positions_ptr, batch, tokens, seq_len, offset, stride_batch, 
 
 
 @jit
-def load_angles(
+def load_angles_as(
     cos_ptr,
     sin_ptr,
     position,  # [T, 1, 1] int64
@@ -29,6 +29,7 @@ def load_angles(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """cos and sin of a tile, [T, H, HALF] fp32. CHECK: positions may lie outside the tables.
 
@@ -37,8 +38,8 @@ def load_angles(
     """
     at = tl.broadcast_to(position * HALF + column, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF])
     if EVEN and not CHECK:
-        cos = tl.load(cos_ptr + at)
-        sin = tl.load(sin_ptr + at)
+        cos = tl.load(cos_ptr + at, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+        sin = tl.load(sin_ptr + at, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
     else:
         # A position outside the table reads nothing and gives NaN: a check on the host would wait for the device.
         inside = mask & (position >= 0) & (position < table_len)
@@ -48,68 +49,92 @@ def load_angles(
 
 
 @jit
+def load_angles(
+    cos_ptr, sin_ptr, position, column, mask, table_len, HALF: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """load_angles_as without a policy."""
+    return load_angles_as(
+        cos_ptr, sin_ptr, position, column, mask, table_len, HALF, CHECK, EVEN,
+        BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, "",
+    )  # fmt: skip
+
+
+@jit
 def turn(x1, x2, cos, sin):
     """(x1 * cos - x2 * sin, x2 * cos + x1 * sin), fp32.
 
     Which product is rounded before the sum is written out. Left to the compiler it depends on how the operands were
     loaded, so that a strided gradient came back with other bits than its contiguous copy (Triton 3.6, sm_90).
     """
-    return tl.fma(-x2, sin, x1 * cos), tl.fma(x1, sin, x2 * cos)
+    # Not -x2, which Triton 3.6 makes a subtraction from 0: 40 registers for 32.
+    return tl.fma(-1.0 * x2, sin, x1 * cos), tl.fma(x1, sin, x2 * cos)
 
 
 @jit
 def _heads_tile(
     x_ptr,
     out_ptr,
+    cos_ptr,
+    sin_ptr,
+    cos,  # [T, H, HALF] fp32, not used with LATE_ANGLES
+    sin,
     stride_batch,
     stride_token,
     stride_head,
     stride_dim,
     out_stride_token,
-    cos,  # [T, H, HALF] fp32
-    sin,
     batch,
     tokens,  # [T, 1, 1] int64
+    position,
     seq_len,
+    table_len,
     first_head,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATE: tl.constexpr,
     INVERSE: tl.constexpr,
+    CHECK: tl.constexpr,
     EVEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    LOADS: tl.constexpr,  # an eviction policy or ""
-    STORES: tl.constexpr,  # an eviction policy, a cache modifier or ""
+    LOAD: tl.constexpr,  # an eviction policy or ""
+    LATE_ANGLES: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
     """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
-    CACHE: tl.constexpr = "" if STORES == "evict_first" else STORES  # pyright: ignore[reportAssignmentType]
-    EVICTION: tl.constexpr = STORES if STORES == "evict_first" else ""  # pyright: ignore[reportAssignmentType]
     HALF: tl.constexpr = HEAD_DIM // 2
-    head = (first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
-    mask = (tokens < seq_len) & (head < HEADS) & (column < HALF)  # [T, H, HALF]
+    exists = (tokens < seq_len) & (column < HALF)  # [T, 1, HALF]
+    head = (first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]).to(tl.int64)
+    mask = exists & (head < HEADS)  # [T, H, HALF]
     x = x_ptr + batch * stride_batch + tokens * stride_token + head * stride_head + column.to(tl.int64) * stride_dim
-    out = out_ptr + (batch * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
     far = tl.cast(HALF, tl.int64) * stride_dim
     if EVEN:
-        x1 = tl.load(x, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
-        x2 = tl.load(x + far, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
+        x1 = tl.load(x, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
     else:
-        x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
-        x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOADS)  # pyright: ignore[reportArgumentType]
+        x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
     if ROTATE:
+        if LATE_ANGLES:
+            cos, sin = load_angles_as(
+                cos_ptr, sin_ptr, position, column, exists, table_len, HALF, CHECK, EVEN,
+                BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, ANGLES,
+            )  # fmt: skip
         if INVERSE:
-            sin = -sin
+            sin *= -1.0
         a, b = turn(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
         x1 = a.to(out_ptr.dtype.element_ty)
         x2 = b.to(out_ptr.dtype.element_ty)
+    out = out_ptr + (batch * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
     if EVEN:
-        tl.store(out, x1, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-        tl.store(out + HALF, x2, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        tl.store(out, x1)
+        tl.store(out + HALF, x2)
     else:
-        tl.store(out, x1, mask=mask, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
-        tl.store(out + HALF, x2, mask=mask, cache_modifier=CACHE, eviction_policy=EVICTION)  # pyright: ignore[reportArgumentType]
+        tl.store(out, x1, mask=mask)
+        tl.store(out + HALF, x2, mask=mask)
 
 
 @jit
@@ -153,126 +178,131 @@ def rope_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,
+    LOAD: tl.constexpr,
+    LATE_ANGLES: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
     """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
     0 heads leave a part out. EVEN: every tile is full."""
-    HALF: tl.constexpr = HEAD_DIM // 2
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     K_BLOCKS: tl.constexpr = (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    # One grid axis: the second one ends at 65,535, and a decoding batch may be larger.
     part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
     block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
-    blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
-    batch = (block // blocks).to(tl.int64)
-    tokens = (block % blocks).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
+    if BATCH_FIRST:
+        # Programs that run at the same time take the same tokens of all sequences, and with them the same angles.
+        batch = block.to(tl.int64)
+        block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    else:
+        blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
+        batch = (block // blocks).to(tl.int64)
+        block = block % blocks
+    tokens = block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
     position = load_positions(
         positions_ptr, batch, tokens, seq_len, offset, positions_stride_batch, positions_stride_token, HAS_POSITIONS
     )
-    column = tl.arange(0, BLOCK_HALF)[None, None, :]
-    exists = (tokens < seq_len) & (column < HALF)  # [T, 1, HALF]
+    LATE: tl.constexpr = LATE_ANGLES or V_HEADS > 0
+    cos, sin = 0.0, 0.0
+    if not LATE:
+        column = tl.arange(0, BLOCK_HALF)[None, None, :]
+        cos, sin = load_angles_as(
+            cos_ptr, sin_ptr, position, column, (tokens < seq_len) & (column < HEAD_DIM // 2), table_len, HEAD_DIM // 2,
+            HAS_POSITIONS, EVEN, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, ANGLES,
+        )  # fmt: skip
     if part < Q_BLOCKS:
-        cos, sin = load_angles(
-            cos_ptr,
-            sin_ptr,
-            position,
-            column,
-            exists,
-            table_len,
-            HALF,
-            HAS_POSITIONS,
-            EVEN,
-            BLOCK_TOKENS,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
         _heads_tile(
             q_ptr,
             q_out_ptr,
+            cos_ptr,
+            sin_ptr,
+            cos,
+            sin,
             q_stride_batch,
             q_stride_token,
             q_stride_head,
             q_stride_dim,
             q_out_stride_token,
-            cos,
-            sin,
             batch,
             tokens,
+            position,
             seq_len,
+            table_len,
             part * BLOCK_HEADS,
             Q_HEADS,
             HEAD_DIM,
             True,
             INVERSE,
-            EVEN,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-            LOADS,
-            STORES,
-        )
-    elif part < Q_BLOCKS + K_BLOCKS:
-        cos, sin = load_angles(
-            cos_ptr,
-            sin_ptr,
-            position,
-            column,
-            exists,
-            table_len,
-            HALF,
             HAS_POSITIONS,
             EVEN,
             BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
+            LOAD,
+            LATE,
+            ANGLES,
         )
+    elif part < Q_BLOCKS + K_BLOCKS:
         _heads_tile(
             k_ptr,
             k_out_ptr,
+            cos_ptr,
+            sin_ptr,
+            cos,
+            sin,
             k_stride_batch,
             k_stride_token,
             k_stride_head,
             k_stride_dim,
             k_out_stride_token,
-            cos,
-            sin,
             batch,
             tokens,
+            position,
             seq_len,
+            table_len,
             (part - Q_BLOCKS) * BLOCK_HEADS,
             K_HEADS,
             HEAD_DIM,
             True,
             INVERSE,
+            HAS_POSITIONS,
             EVEN,
+            BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
-            LOADS,
-            STORES,
+            LOAD,
+            LATE,
+            ANGLES,
         )
     elif V_HEADS > 0:
         _heads_tile(
             v_ptr,
             v_out_ptr,
+            cos_ptr,
+            sin_ptr,
+            cos,
+            sin,
             v_stride_batch,
             v_stride_token,
             v_stride_head,
             v_stride_dim,
             v_out_stride_token,
-            0.0,
-            0.0,
             batch,
             tokens,
+            position,
             seq_len,
+            table_len,
             (part - Q_BLOCKS - K_BLOCKS) * BLOCK_HEADS,
             V_HEADS,
             HEAD_DIM,
             False,
             INVERSE,
+            HAS_POSITIONS,
             EVEN,
+            BLOCK_TOKENS,
             BLOCK_HEADS,
             BLOCK_HALF,
-            LOADS,
-            STORES,
+            LOAD,
+            LATE,
+            ANGLES,
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tuning.base import Target, some_rows
+from tuning.base import Target, in_turn, some_rows
 
 from fuselm.kernels.launch.rms_norm import RmsNormLaunch, SumLaunch
 from fuselm.kernels.rms_norm_launchers import launch_backward, launch_forward
@@ -28,11 +27,13 @@ def _weight(n: int, device: torch.device) -> torch.Tensor:
 
 
 def _forward(rows: int, n: int, residual: bool, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    x, r = _tensors(rows, n, device, 2)
+    inputs = in_turn(functools.partial(_tensors, rows, n, device, 2))
+    x, r = inputs()
     weight = _weight(n, device)
     some = some_rows(rows)
 
     def run() -> tuple[torch.Tensor, ...]:
+        x, r = inputs()
         y, h, rstd = launch_forward(x, r if residual else None, weight, EPS, 0.0)
         return y[some], h[some] if residual else rstd[some]
 
@@ -73,55 +74,44 @@ def _window(main: int, tail: int, warps: int, programs: int, registers: int = 0,
     return RmsNormLaunch(1, main, tail, warps, programs, stages, window=True, max_registers=registers)
 
 
-def _kept(launch: RmsNormLaunch) -> tuple[RmsNormLaunch, ...]:
-    """A launch whose rows stay in L2 once they are read, with other stores, orders, weights and numbers of warps."""
-    change = functools.partial(dataclasses.replace, launch, load="evict_last")
-    return (
-        change(),
-        *(change(store=store) for store in (".cs", "evict_first", ".wt", "evict_last")),
-        change(order="halves"),
-        change(num_warps=launch.num_warps // 2),
-        change(num_warps=launch.num_warps * 2),
-        change(late_weight=not launch.late_weight),
-        change(late_weight=True, touch=True),
-        change(late_weight=True, touch=True, order="halves"),
-    )
+def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> RmsNormLaunch:
+    return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last")
 
 
-def _narrow(
-    block_rows: int, warps: int, late_weight: bool = True, touch: bool = False, load: str = ""
-) -> RmsNormLaunch:
-    return RmsNormLaunch(block_rows, 1024, 0, warps, late_weight=late_weight, touch=touch, load=load)
+def _thirds(rows: int, warps: int, load: str = "") -> RmsNormLaunch:
+    """Rows of 768 columns, each in one warp: no lane is idle, and no warp waits for another."""
+    return RmsNormLaunch(rows, 256, 0, warps, late_weight=True, load=load, blocks=3)
 
 
 _FORWARD = {
-    (8192, 8192): (
-        *_kept(RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
-        RmsNormLaunch(1, 8192, 0, 8, late_weight=True, order="halves"),
-        RmsNormLaunch(2, 8192, 0, 16, late_weight=True, load="evict_last"),
-    ),
     (65536, 768): (
-        _narrow(2, 2, touch=True),
-        _narrow(2, 2, late_weight=False, load=".cg"),
-        _narrow(2, 2, touch=True, load=".cg"),
-        _narrow(2, 2, load="evict_last"),
-        _narrow(2, 2, touch=True, load="evict_last"),
-        *(_narrow(rows, warps) for rows, warps in ((1, 1), (1, 2), (4, 4), (4, 2))),
-        *(_narrow(rows, warps, late_weight=False) for rows, warps in ((1, 1), (4, 4))),
-        *(_narrow(rows, warps, load="evict_last") for rows, warps in ((1, 1), (4, 4), (1, 2))),
+        *(_thirds(rows, warps) for rows, warps in ((4, 4), (8, 8), (2, 2), (1, 1))),
+        _thirds(4, 4, "evict_last"),
+        _thirds(2, 1),
+        _thirds(8, 4),
+        RmsNormLaunch(2, 512, 256, 1, late_weight=True),
     ),
-    (16384, 4096): (
-        *_kept(RmsNormLaunch(1, 4096, 0, 4)),
-        RmsNormLaunch(1, 4096, 0, 8, late_weight=True, load="evict_last"),
-        RmsNormLaunch(2, 4096, 0, 8, load="evict_last"),
+    (32768, 2048): (
+        _kept(2048, 2),
+        RmsNormLaunch(1, 2048, 0, 4, late_weight=True),
+        _kept(2048, 4, late_weight=True),
+        RmsNormLaunch(1, 2048, 0, 2, late_weight=True),
     ),
+    (16384, 4096): (RmsNormLaunch(1, 4096, 0, 4), _kept(4096, 8, late_weight=True)),
+    (8192, 8192): (RmsNormLaunch(1, 8192, 0, 8, late_weight=True),),
+    (16384, 5120): (
+        _kept(4096, 4, 1024),
+        RmsNormLaunch(1, 4096, 1024, 4, late_weight=True),
+        _kept(4096, 4, 1024, late_weight=True),
+    ),
+    # About as much as L2 holds, or less.
+    **dict.fromkeys(((2048, 4096), (4096, 4096), (8192, 4096)), (RmsNormLaunch(1, 4096, 0, 4), _kept(4096, 4))),
     (16384, 4097): (
         _window(4096, 16, 8, SMS * 4, 64),
         # Every thread has a whole vector of the tail, so that the tail comes through shared memory too.
         _window(4096, 2048, 8, SMS * 3 // 8 * 8, 80),
         _window(4096, 16, 8, SMS * 3 // 8 * 8, 80, 4),
     ),
-    (16384, 4095): (_window(4096, 16, 8, SMS * 4, 64), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
     (16384, 5121): (
         _window(4096, 2048, 16, SMS * 2, 64),
         _window(8192, 0, 16, SMS * 2, 64),
@@ -132,32 +122,17 @@ _FORWARD = {
         RmsNormLaunch(2, 1024, 0, 2, late_weight=True),
         _window(1024, 0, 2, SMS * 16, 64),
     ),
-    (16384, 5120): (
-        RmsNormLaunch(1, 4096, 1024, 4, load="evict_last"),
-        RmsNormLaunch(1, 4096, 1024, 4, late_weight=True),
-        RmsNormLaunch(1, 4096, 1024, 8, late_weight=True),
-    ),
 }
 _ADD_FORWARD = {
-    (16384, 4096): (
-        *_kept(RmsNormLaunch(1, 4096, 0, 16)),
-        RmsNormLaunch(1, 4096, 0, 8, late_weight=True, load="evict_last"),
-        RmsNormLaunch(2, 4096, 0, 16, load="evict_last"),
-        RmsNormLaunch(1, 4096, 0, 16, load="evict_last", order="backward"),
-    ),
-    (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
     (65536, 768): (
-        *_kept(RmsNormLaunch(2, 1024, 0, 4)),
-        _narrow(2, 4, touch=True),
-        _narrow(2, 2, load="evict_last"),
-        _narrow(1, 2, load="evict_last"),
+        *(_thirds(rows, warps, "evict_last") for rows, warps in ((4, 4), (8, 8), (2, 2))),
+        RmsNormLaunch(2, 1024, 0, 4),
     ),
-    (8192, 8192): (
-        *_kept(RmsNormLaunch(1, 8192, 0, 16, late_weight=True)),
-        RmsNormLaunch(1, 8192, 0, 16, late_weight=True),
-        RmsNormLaunch(1, 8192, 0, 16, late_weight=True, touch=True),
-        RmsNormLaunch(1, 8192, 0, 8, late_weight=True, touch=True, load="evict_last"),
-    ),
+    (32768, 2048): (_kept(2048, 8), RmsNormLaunch(1, 2048, 0, 4)),
+    (16384, 4096): (_kept(4096, 16), RmsNormLaunch(1, 4096, 0, 8)),
+    (8192, 8192): (_kept(8192, 16, late_weight=True), RmsNormLaunch(1, 8192, 0, 16)),
+    **dict.fromkeys(((2048, 4096), (4096, 4096)), (RmsNormLaunch(1, 4096, 0, 8), _kept(4096, 8))),
+    (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
 }
 _BACKWARD = {
     (16384, 4097): (

@@ -7,13 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tuning.base import Target, some_rows
+from tuning.base import Target, in_turn, some_rows
 
 from fuselm.kernels.launch.rope import RopeLaunch
 
 ELEMENT = 2  # bytes of bf16
 # batch, seq, query heads, key heads, head_dim
-SHAPES = ((4, 4096, 32, 8, 128), (8, 2048, 32, 8, 64), (32, 1024, 12, 12, 64), (3, 1025, 24, 8, 128))
+SHAPES = (
+    (4, 4096, 32, 8, 128),
+    (8, 2048, 32, 8, 64),
+    (32, 1024, 12, 12, 64),
+    (3, 1025, 24, 8, 128),
+    (3, 1024, 24, 8, 128),
+    (1, 4096, 32, 8, 128),
+)
 
 Shape = tuple[int, int, int, int, int]
 
@@ -35,33 +42,42 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    q, k, cos, sin = _inputs(shape, device)
+    def make() -> list[torch.Tensor]:
+        q, k, cos, sin = _inputs(shape, device)
+        return [q, k, cos, sin] if direction == "forward" else [q.contiguous(), k.contiguous(), cos, sin]
+
+    inputs = in_turn(make)
+    q, k, cos, sin = inputs()
     some = some_rows(shape[1])  # of each sequence
     angles = cos[some], sin[some] if direction == "forward" else -sin[some]
-    if direction == "backward":
-        q, k = q.contiguous(), k.contiguous()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         op = torch.ops.fuselm.rope_forward if direction == "forward" else torch.ops.fuselm.rope_backward
-        rotated_q, rotated_k = op(q, k, cos, sin, None, 0)
+        rotated_q, rotated_k = op(*inputs(), None, 0)
         return rotated_q[:, some], rotated_k[:, some]
 
     return run, lambda: (_turned(q[:, some], *angles), _turned(k[:, some], *angles))
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    """One vector of each half a thread (32 registers) and two (48 registers), over four warps or eight; and what the
-    caches are told."""
+    """One vector of each half a thread, over four warps or eight; all sequences at once; angles late; what L2 keeps."""
     _, _, _, kv_heads, head_dim = shape
     heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
-    tokens = 1024 // (heads * half)  # of four warps with one vector a thread
+    tokens = 1024 // (heads * half)  # of four warps
+
+    def one(parts: int = 1, load: str = "evict_last", **options: Any) -> RopeLaunch:
+        return RopeLaunch(tokens * parts, heads, half, 4 * parts, load, **options)
+
     return (
-        RopeLaunch(tokens, heads, half, 4),
-        RopeLaunch(2 * tokens, heads, half, 4),
-        RopeLaunch(2 * tokens, heads, half, 8),
-        *(RopeLaunch(tokens, heads, half, 4, "evict_last", stores) for stores in ("", ".cs", "evict_first")),
-        *(RopeLaunch(2 * tokens, heads, half, warps, "evict_last") for warps in (4, 8)),
+        one(batch_first=True, late_angles=True),
+        one(batch_first=True),
+        one(late_angles=True),
+        one(batch_first=True, late_angles=True, load=""),
+        one(2, batch_first=True, late_angles=True),
+        one(angles="evict_last"),
+        one(load=""),
+        one(),
     )
 
 

@@ -13,13 +13,14 @@ import functools
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
+from fuselm.kernels.launch.cache_hints import load_hint
 
 _VECTOR_BYTES = 16
 # Widest rows that are held in registers: compiled ahead of time for sm_80, sm_90 and sm_100 nothing spills up to here.
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
-# Narrowest rows of which L2 is told to keep what was read.
+# Narrowest rows without a residual of which L2 is told to keep what was read.
 _KEPT_WIDTH = 4096
 # Narrowest unaligned rows that are read in whole vectors.
 _WINDOW_WIDTH = 1024
@@ -48,16 +49,11 @@ class RmsNormLaunch:
             take in the neighbours' elements at both ends of a row. The blocks hold a row that begins 15 bytes into
             them, and a program's rows begin equally deep.
         late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
-            fewer registers, so that more rows are in flight.
+            fewer registers, so that more rows are in flight. The first programs bring it into L2 before.
         max_registers: with `window`, registers a thread at most, 0 for no limit: more programs an SM.
-        load, store: forward: what the caches are told of the rows read and written: "evict_first", "evict_last", or a
-            cache modifier (".cg" loads past L1, ".cs" and ".wt" stores); "" for nothing.
-        order: forward, one program a block of rows: "" from the first row to the last, "backward", or "halves" for
-            turns between both halves.
-        touch: with `late_weight`: the first programs bring the weight into L2 while they wait for their rows.
-
-    No launch function says anything of `store`, `order` and `touch`: without `load` none of them gained 1 % (H200,
-    benchmarks/results/tune_rms_norm_hints.json).
+        load: forward: eviction policy of the rows that are read, "" or "evict_last".
+        blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
+            one warp. No launch function says anything of it: the kernel was not timed with it.
     """
 
     block_rows: int
@@ -70,13 +66,11 @@ class RmsNormLaunch:
     late_weight: bool = False
     max_registers: int = 0
     load: str = ""
-    store: str = ""
-    order: str = ""
-    touch: bool = False
+    blocks: int = 1
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
-        return self.block_n + self.block_tail >= n
+        return self.blocks * self.block_n + self.block_tail >= n
 
     def rows_in_one_thread(self, columns: int, itemsize: int) -> bool:
         """True where the program's threads all lie along a row of `columns`, so that a sum over rows is local."""
@@ -162,6 +156,7 @@ def forward_launch(
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
     tensors = 2 if residual else 1
+    load = load_hint(rows * n * itemsize * tensors) if residual or n >= _KEPT_WIDTH else ""
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
         # 16384 x 4097: 0.077 with four programs of 64 registers an SM, 0.095 with two of twice the threads, 0.088 with
@@ -176,10 +171,13 @@ def forward_launch(
         # a thread 0.051.
         return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
     if tail and main == 2 * tail and (main == 512 if residual else main <= 512):
-        # Idle lanes, but several rows a program. 65536 x 768: 0.0544, one row in 512 + 256 columns 0.0551. With a
-        # residual twice the warps: 0.1003, two warps and late weight 0.1005, one row in 512 + 256 columns 0.1016.
+        # Idle lanes, but several rows a program. 65536 x 768: 0.0524, early weight 0.0530, one row in 512 + 256 columns
+        # 0.0551 for 0.0544. With a residual early weight and twice the warps: 0.0986, two warps 0.0993, early or late;
+        # with no hint one row in 512 + 256 columns 0.1016 for 0.1003.
         block_rows = min(2048 // (2 * main), _power_of_two(rows))
-        return RmsNormLaunch(block_rows, 2 * main, 0, 4 if residual else 2)
+        if residual:
+            return RmsNormLaunch(block_rows, 2 * main, 0, 4, load=load)
+        return RmsNormLaunch(block_rows, 2 * main, 0, 2, late_weight=True)
     if tail:
         return RmsNormLaunch(1, main, tail, max(_tail_warps(tail), _warps(main, 32, 32)))
     if main > 8192:
@@ -187,18 +185,18 @@ def forward_launch(
         programs, stages = _staged(tensors * main * itemsize, 2, profile)
         return RmsNormLaunch(1, main, 0, _warps(main, 32, 32), programs, stages)
     if main >= 2048:
-        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.0697, 8 warps and
-        # late weight 0.0703; 32768 x 2048: 0.0700, 4 warps and late weight 0.0699. 8192 x 8192: 0.0716 with late
-        # weight (57 registers, four programs an SM), 0.0722 without (80 registers, three), 16 warps 0.0735. With a
-        # residual there are twice the loads: 8 elements (16384 x 4096: 0.1349; 32 elements and late weight 0.1356), 16
-        # of the widest (8192 x 8192 with late weight 0.1343, 32 elements 0.1352, without late weight 0.1368). Rows read
-        # twice, the second time out of L1, gain nothing: 8192 x 8192 in halves 0.0698 for 0.0701, 16384 x 4096 0.0710
-        # for 0.0696. Rows that stay in L2 once they are read: 16384 x 4096 0.0673 for 0.0685, 8192 x 8192 0.0684 for
-        # 0.0695, with a residual 16384 x 4096 0.1308 for 0.1324; narrow rows lose, 65536 x 768 0.0536 for 0.0524
-        # (benchmarks/results/tune_rms_norm_hints.json). The widest with a residual were not timed.
-        load = "evict_last" if n >= _KEPT_WIDTH else ""
-        per_thread = (8 if main <= 4096 else 16) if residual else 32
-        return RmsNormLaunch(1, main, 0, _warps(main, per_thread, 32), late_weight=main > 4096, load=load)
+        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.0676, 8 warps and
+        # late weight 0.0680; 32768 x 2048: 0.0700, 4 warps and late weight 0.0699. 8192 x 8192: 0.0678 with late
+        # weight, 0.0704 without, 16 warps 0.0720. With a residual there are twice the loads, and 16 elements a thread:
+        # 16384 x 4096 0.1282, 8 elements 0.1304, 8192 x 8192 0.1290, late weight 0.1301, 32 elements with late weight
+        # 0.1300. Rows read twice, the second time out of L1, gain nothing: 8192 x 8192 in halves 0.0698 for 0.0701,
+        # 16384 x 4096 0.0710 for 0.0696. Rows that stay in L2 once they are read: 16384 x 4096 0.0673 for 0.0685,
+        # 8192 x 8192 0.0684 for 0.0695, with a residual 16384 x 4096 0.1308 for 0.1324, 8192 x 8192 0.1303 for 0.1335,
+        # 65536 x 768 0.0986 for 0.0992; without one narrow rows lose, 65536 x 768 0.0536 for 0.0524
+        # (benchmarks/results/tune_rms_norm_hints.json and tune_rms_norm_hints_first.json).
+        if residual:
+            return RmsNormLaunch(1, main, 0, _warps(main, 16, 32), load=load)
+        return RmsNormLaunch(1, main, 0, _warps(main, 32, 32), late_weight=main > 4096, load=load)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
 
 from fuselm.kernels._triton import DeviceProfile
+from fuselm.kernels.launch.cache_hints import load_hint
 
 _THREADS = 128
 
@@ -20,20 +22,22 @@ class RopeLaunch:
         block_heads: heads a program, all of q or all of k.
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
-        loads: eviction policy of q, k and v as they are read, "" or "evict_last".
-        stores: of what is written, the cache modifier ".cs" or the eviction policy "evict_first", or "".
+        load: eviction policy of q, k and v as they are read, "" or "evict_last".
+        batch_first: programs that follow each other take the same tokens of all sequences, then the next ones.
+        late_angles: load the angles after q and k. With v, which has none, it is always so.
+        angles: eviction policy of the angles, "" or "evict_last".
 
-    No launch function says anything of `loads` and `stores`, with whose values here the kernel was not timed, ".cs"
-    excepted: it gained nothing, and loads with "evict_first" lost at each of three large shapes (H200,
-    benchmarks/results/tune_rope_hints.json).
+    No launch function says anything of `batch_first`, `late_angles` and `angles`: the kernel was not timed with them.
     """
 
     block_tokens: int
     block_heads: int
     block_half: int
     num_warps: int
-    loads: str = ""
-    stores: str = ""
+    load: str = ""
+    batch_first: bool = False
+    late_angles: bool = False
+    angles: str = ""
 
 
 def _power_of_two(n: int) -> int:
@@ -65,13 +69,15 @@ def rope_tile(seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: 
 
 @functools.lru_cache(1024)
 def rope_launch(
-    seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile, inverse: bool
+    batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> RopeLaunch:
-    """One vector of each half a thread forward, two backward (`inverse`); the other arguments as for rope_tile.
+    """One vector of each half a thread for `batch` sequences; the other arguments as for rope_tile.
 
-    H200, bf16, 4 x 4096 tokens, 32 + 8 heads of 128, ms: forward, from a packed qkv, 0.0879 with one vector (32
-    registers) and 0.0884 with two (48 registers); backward, from dense gradients, 0.0908 and 0.0896. All heads of a
-    token in one program, which loads its angles once, took 0.0891 and 0.0897 at best.
+    H200, bf16, 4 x 4096 tokens, 32 + 8 heads of 128, ms: forward, from a packed qkv, 0.0847 over four warps, 0.0844
+    over eight, 0.0866 with two vectors a thread; backward, from dense gradients, 0.0847, 0.0843 and 0.0865
+    (benchmarks/results/tune_rope_hints.json). All heads of a token in one program, which loads its angles once, took
+    0.0891 for 0.0879 and 0.0897 for 0.0896.
     """
     del profile  # unused so far: the op is bound by memory on every device
-    return rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 2 if inverse else 1)
+    tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 1)
+    return dataclasses.replace(tile, load=load_hint(batch * seq_len * (heads + kv_heads) * head_dim * itemsize))

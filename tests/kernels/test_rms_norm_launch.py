@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -22,10 +23,8 @@ LAUNCHES = {
     "staged": RmsNormLaunch(1, 512, 0, 4, 3, 3),
     "late weight": RmsNormLaunch(2, 512, 0, 4, late_weight=True),
     "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True),
-    "touched weight, backward": RmsNormLaunch(1, 512, 0, 4, late_weight=True, touch=True, order="backward"),
-    "halves": RmsNormLaunch(1, 512, 0, 4, order="halves"),
-    "halves of rows, hints": RmsNormLaunch(2, 256, 64, 4, order="halves", load=".cg", store="evict_first"),
     "rows that stay in L2": RmsNormLaunch(1, 512, 0, 4, late_weight=True, load="evict_last"),
+    "blocks, a row a warp": RmsNormLaunch(4, 128, 0, 4, late_weight=True, blocks=3),
     "one program": RmsNormLaunch(8, 512, 0, 4, 1),
     "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
     "chunked": RmsNormLaunch(1, 128, 0, 4, 3),
@@ -45,7 +44,7 @@ def _inputs(device: torch.device, generator: torch.Generator, dtype: torch.dtype
 @pytest.mark.parametrize("residual", [False, True])
 def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, device, generator, monkeypatch):
     monkeypatch.setattr(module, "forward_launch", lambda *_: launch)
-    monkeypatch.setattr(module, "backward_launch", lambda *_: launch)
+    monkeypatch.setattr(module, "backward_launch", lambda *_: dataclasses.replace(launch, blocks=1))
     x, r, w = _inputs(device, generator)
     xd, rd, wd = (t.detach().double().requires_grad_() for t in (x, r, w))
     if residual:
@@ -236,13 +235,19 @@ def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
         for n in (768, 384, 2048, 4096, 8192)
     }
     assert chosen == {
-        768: [RmsNormLaunch(2, 1024, 0, 2), RmsNormLaunch(2, 1024, 0, 4)],
-        384: [RmsNormLaunch(4, 512, 0, 2), RmsNormLaunch(1, 256, 128, 1)],
-        2048: [RmsNormLaunch(1, 2048, 0, 2), RmsNormLaunch(1, 2048, 0, 8)],
-        4096: [RmsNormLaunch(1, 4096, 0, warps, load="evict_last") for warps in (4, 16)],
-        8192: [RmsNormLaunch(1, 8192, 0, warps, late_weight=True, load="evict_last") for warps in (8, 16)],
+        768: [RmsNormLaunch(2, 1024, 0, 2, late_weight=True), RmsNormLaunch(2, 1024, 0, 4, load="evict_last")],
+        384: [RmsNormLaunch(4, 512, 0, 2, late_weight=True), RmsNormLaunch(1, 256, 128, 1)],
+        2048: [RmsNormLaunch(1, 2048, 0, 2), RmsNormLaunch(1, 2048, 0, 4, load="evict_last")],
+        4096: [RmsNormLaunch(1, 4096, 0, warps, load="evict_last") for warps in (4, 8)],
+        8192: [RmsNormLaunch(1, 8192, 0, w, late_weight=w == 8, load="evict_last") for w in (8, 16)],
     }
     assert forward_launch(1, 768, 2, hopper, True) == RmsNormLaunch(1, 1024, 0, 4)
+
+
+def test_rows_stay_in_l2_where_they_are_more_than_it_holds():
+    cases = (4096, 4096, False), (4096, 4096, True), (8192, 4096, False), (32768, 2048, False), (65536, 768, True)
+    hints = [forward_launch(rows, n, 2, KNOWN_PROFILES[90], residual).load for rows, n, residual in cases]
+    assert hints == ["", "evict_last", "evict_last", "", "evict_last"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
