@@ -104,14 +104,12 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 
 
 def backward_candidates(length: int, head_dim: int, packed: bool = False) -> tuple[HopperBackwardLaunch, ...]:
-    """Short tiles at the end; their number and sections."""
-    section = hopper_backward_launch(head_dim, length, KNOWN_PROFILES[90], packed).section_bytes
-    assert section is not None
-    if head_dim == 64:
-        return HopperBackwardLaunch(section, 1), HopperBackwardLaunch(section, 2)
-    # A MiB more holds four groups of heads at 4097 keys, as 32 do at 4096.
-    other = HopperBackwardLaunch(33 * MIB) if length == 4097 else HopperBackwardLaunch(2 * section, 4 if packed else 1)
-    return (*(HopperBackwardLaunch(section, held) for held in (1, 2, 4)), other)
+    """Short tiles at the end; sections."""
+    launch = hopper_backward_launch(head_dim, length, KNOWN_PROFILES[90], packed)
+    others = [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
+    if launch.section_bytes is not None:
+        others += [dataclasses.replace(launch, section_bytes=launch.section_bytes * n // 4) for n in (3, 2, 6)]
+    return tuple(others)
 
 
 def _tile_candidates(ms: tuple[int, ...], ns: tuple[int, ...], stages: tuple[int, ...]) -> tuple[TileLaunch, ...]:

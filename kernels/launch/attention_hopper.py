@@ -65,7 +65,7 @@ class HopperBackwardLaunch:
     Attributes:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
-            in hopper_backward_rolling.py). No launch function says anything of it: not run on a card.
+            in hopper_backward_rolling.py).
     """
 
     section_bytes: int | None
@@ -75,8 +75,11 @@ class HopperBackwardLaunch:
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
     """Tiles of the forward kernel for sequences of `keys` keys, of documents the mean.
 
-    Measured on an H200, causal bf16, milliseconds. TABLE. Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim
-    128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
+    Measured on an H200, causal bf16, milliseconds, at head_dim 64. Two and three consumers: 0.1445 and 0.158 (32 x
+    1024), 0.572 and 0.528 (4 x 4096), 0.410 and 0.377 (11 documents of 1489 keys, the mean); tiles of 192 queries read
+    keys less often, and waste more of a short row. Of three consumers two stages instead of three: 0.533 and 0.382; one
+    tile of queries instead of two 0.541 and 0.386. At 128 two tiles of queries take 0.792 for 0.784 (4 x 4096).
+    Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
     """
     if head_dim == 64:
         consumers, section = (3, 24 if keys <= 4096 else 32) if keys > 1024 else (2, 24)
@@ -88,15 +91,17 @@ def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, pac
     """Launch of the main backward kernel for `keys` keys, of all documents if `packed`.
 
     Measured on an H200, causal bf16, milliseconds. Sections of 16, 24, 32 and 48 MiB at head_dim 128: 2.620, 2.600,
-    2.422 and 2.786 (4 x 4096), 5.042, 5.042, 4.673 and 5.239 (2 x 8192), 0.926, 0.950, 0.928 and 1.075 (16 x 1024). 32
-    and 64 MiB and all heads: 9.371, 9.471 and 9.170 (16384), 1.828, 1.812 and 2.178 (11 documents of 16384 together).
-    At 64, of 12, 16, 20 and 24 MiB: 1.431, 1.335, 1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384), of
-    12, 16 and 20 0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
+    2.422 and 2.786 (4 x 4096), 5.042, 5.042, 4.673 and 5.239 (2 x 8192), 0.926, 0.950, 0.928 and 1.075 (16 x 1024). One
+    MiB more holds at 4097 keys what 32 hold at 4096: 2.458 for 2.670. No eighth of the tiles held back, one, two and
+    four: 2.398, 2.394, 2.418 and 2.731 (4 x 4096), 4.745, 4.711, 4.739 and 5.161 (2 x 8192), 0.926, 0.888 (32 MiB),
+    0.899 and 1.012 (16 x 1024), 2.670, 2.473, 2.486 and 2.525 (4 x 4097), 9.345, 9.465, 9.227 and 10.04 (16384), 1.825,
+    1.871, 1.843 and 1.776 (11 documents of 16384 together). At head_dim 64 it makes no difference; sections of 12, 16,
+    20 and 24 MiB: 1.431, 1.335, 1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384), of 12, 16 and 20
+    0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
     """
-    if packed and head_dim == 64:
-        return HopperBackwardLaunch(None)
-    short, long = (12, 16) if head_dim == 64 else (16, 32)
-    return HopperBackwardLaunch((short if keys <= 2048 else long) * MIB)
+    if head_dim == 64:
+        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB)
+    return HopperBackwardLaunch(33 * MIB, 4 if packed else 1 if keys <= 8192 else 2)
 
 
 def heads_a_section(head_bytes: int, heads: int, section_bytes: int | None, step: int = 1) -> int:

@@ -102,7 +102,7 @@ def cases(head_dim: int) -> list[dict]:
     ]
     backward = [  # also one group of heads at a time, and short tiles at the end
         {"only": "backward", "launch": launch, **case}
-        for launch in ({}, {"section_bytes": 1}, {"held": 1}, {"section_bytes": 1, "held": 4})
+        for launch in ({}, {"section_bytes": 1}, {"held": 0}, {"section_bytes": 1, "held": 4})
         for case in rolling
     ]
     causal = [

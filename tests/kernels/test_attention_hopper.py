@@ -185,14 +185,21 @@ def test_sections_are_whole_groups_that_fit():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "keys", "packed", "groups"),
-    [(128, 4096, False, 4), (128, 16384, False, 1), (128, 16384, True, 1), (128, 1024, False, 8), (64, 16384, True, 8)],
+    ("head_dim", "keys", "packed", "groups", "held"),
+    [
+        (128, 4096, False, 4, 1),
+        (128, 4097, False, 4, 1),
+        (128, 16384, False, 1, 2),
+        (128, 16384, True, 1, 4),
+        (128, 1024, False, 8, 1),
+        (64, 16384, True, 8, 0),
+    ],
 )
-def test_sections_of_the_backward_kernel(head_dim, keys, packed, groups):
-    """Of 32/8 heads: as many groups as were measured to be best together."""
+def test_sections_of_the_backward_kernel(head_dim, keys, packed, groups, held):
+    """Of 32/8 heads: as many groups, and short tiles, as were measured to be best."""
     head_bytes = 4 * 2 * 2 * keys * head_dim
     launch = hopper_backward_launch(head_dim, keys, KNOWN_PROFILES[90], packed)
-    assert heads_a_section(head_bytes, 8, launch.section_bytes) == groups
+    assert (heads_a_section(head_bytes, 8, launch.section_bytes), launch.held) == (groups, held)
 
 
 @pytest.mark.parametrize("queries", [True, False])
