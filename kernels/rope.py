@@ -81,7 +81,7 @@ def _rotate(
     sources = [present if x is None else x for x in inputs]
     targets = [present if x is None else x for x in outputs]
     profile, itemsize = device_profile(present.device), present.element_size()
-    launch = rope_launch(batch, seq_len, max(heads[0], 1), heads[1] or heads[0], head_dim, itemsize, profile)
+    launch = rope_launch(seq_len, max(heads[0], 1), heads[1] or heads[0], head_dim, itemsize, profile)
     size = launch.block_heads
     even = (
         seq_len % launch.block_tokens == 0
@@ -89,12 +89,8 @@ def _rotate(
         and all(count % size == 0 for count in heads)
     )
     parts, blocks = sum(-(-count // size) for count in heads), -(-seq_len // launch.block_tokens)
-    grid = (parts * batch * blocks, 1, 1)
-    if launch.batch_first:
-        grid = (parts * batch, min(blocks, 32768), -(-blocks // 32768))
-        even = even and grid[1] * grid[2] == blocks
     with launch_device(present):
-        rope_kernel[grid](
+        rope_kernel[(parts * batch * blocks,)](
             *sources,
             *targets,
             cos,
@@ -116,10 +112,7 @@ def _rotate(
             BLOCK_TOKENS=launch.block_tokens,
             BLOCK_HEADS=size,
             BLOCK_HALF=launch.block_half,
-            BATCH_FIRST=launch.batch_first,
             LOAD=launch.load,
-            LATE_ANGLES=launch.late_angles,
-            ANGLES=launch.angles,
             num_warps=launch.num_warps,
             num_stages=1,
         )

@@ -16,7 +16,7 @@ def load_positions(positions_ptr, batch, tokens, seq_len, offset, stride_batch, 
 
 
 @jit
-def load_angles_as(
+def load_angles(
     cos_ptr,
     sin_ptr,
     position,  # [T, 1, 1] int64
@@ -29,7 +29,6 @@ def load_angles_as(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
     """cos and sin of a tile, [T, H, HALF] fp32. CHECK: positions may lie outside the tables.
 
@@ -38,26 +37,14 @@ def load_angles_as(
     """
     at = tl.broadcast_to(position * HALF + column, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF])
     if EVEN and not CHECK:
-        cos = tl.load(cos_ptr + at, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
-        sin = tl.load(sin_ptr + at, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+        cos = tl.load(cos_ptr + at)
+        sin = tl.load(sin_ptr + at)
     else:
         # A position outside the table reads nothing and gives NaN: a check on the host would wait for the device.
         inside = mask & (position >= 0) & (position < table_len)
         cos = tl.load(cos_ptr + at, mask=inside, other=float("nan"))
         sin = tl.load(sin_ptr + at, mask=inside, other=float("nan"))
     return cos.to(tl.float32), sin.to(tl.float32)
-
-
-@jit
-def load_angles(
-    cos_ptr, sin_ptr, position, column, mask, table_len, HALF: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """load_angles_as without a policy."""
-    return load_angles_as(
-        cos_ptr, sin_ptr, position, column, mask, table_len, HALF, CHECK, EVEN,
-        BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, "",
-    )  # fmt: skip
 
 
 @jit
@@ -77,8 +64,6 @@ def _heads_tile(
     out_ptr,
     cos_ptr,
     sin_ptr,
-    cos,  # [T, H, HALF] fp32, not used with LATE_ANGLES
-    sin,
     stride_batch,
     stride_token,
     stride_head,
@@ -100,8 +85,6 @@ def _heads_tile(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     LOAD: tl.constexpr,  # an eviction policy or ""
-    LATE_ANGLES: tl.constexpr,
-    ANGLES: tl.constexpr,
 ):
     """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -118,11 +101,11 @@ def _heads_tile(
         x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
         x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
     if ROTATE:
-        if LATE_ANGLES:
-            cos, sin = load_angles_as(
-                cos_ptr, sin_ptr, position, column, exists, table_len, HALF, CHECK, EVEN,
-                BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, ANGLES,
-            )  # fmt: skip
+        # After the heads: these come from memory, the angles of most programs from L2.
+        cos, sin = load_angles(
+            cos_ptr, sin_ptr, position, column, exists, table_len, HALF, CHECK, EVEN,
+            BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF,
+        )  # fmt: skip
         if INVERSE:
             sin *= -1.0
         a, b = turn(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
@@ -178,10 +161,7 @@ def rope_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BATCH_FIRST: tl.constexpr,
     LOAD: tl.constexpr,
-    LATE_ANGLES: tl.constexpr,
-    ANGLES: tl.constexpr,
 ):
     """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
     0 heads leave a part out. EVEN: every tile is full."""
@@ -190,34 +170,19 @@ def rope_kernel(
     V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     part = tl.program_id(0) % (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
     block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
-    if BATCH_FIRST:
-        # Programs that run at the same time take the same tokens of all sequences, and with them the same angles.
-        batch = block.to(tl.int64)
-        block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
-    else:
-        blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
-        batch = (block // blocks).to(tl.int64)
-        block = block % blocks
+    blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
+    batch = (block // blocks).to(tl.int64)
+    block = block % blocks
     tokens = block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
     position = load_positions(
         positions_ptr, batch, tokens, seq_len, offset, positions_stride_batch, positions_stride_token, HAS_POSITIONS
     )
-    LATE: tl.constexpr = LATE_ANGLES or V_HEADS > 0
-    cos, sin = 0.0, 0.0
-    if not LATE:
-        column = tl.arange(0, BLOCK_HALF)[None, None, :]
-        cos, sin = load_angles_as(
-            cos_ptr, sin_ptr, position, column, (tokens < seq_len) & (column < HEAD_DIM // 2), table_len, HEAD_DIM // 2,
-            HAS_POSITIONS, EVEN, BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, ANGLES,
-        )  # fmt: skip
     if part < Q_BLOCKS:
         _heads_tile(
             q_ptr,
             q_out_ptr,
             cos_ptr,
             sin_ptr,
-            cos,
-            sin,
             q_stride_batch,
             q_stride_token,
             q_stride_head,
@@ -239,8 +204,6 @@ def rope_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            LATE,
-            ANGLES,
         )
     elif part < Q_BLOCKS + K_BLOCKS:
         _heads_tile(
@@ -248,8 +211,6 @@ def rope_kernel(
             k_out_ptr,
             cos_ptr,
             sin_ptr,
-            cos,
-            sin,
             k_stride_batch,
             k_stride_token,
             k_stride_head,
@@ -271,8 +232,6 @@ def rope_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            LATE,
-            ANGLES,
         )
     elif V_HEADS > 0:
         _heads_tile(
@@ -280,8 +239,6 @@ def rope_kernel(
             v_out_ptr,
             cos_ptr,
             sin_ptr,
-            cos,
-            sin,
             v_stride_batch,
             v_stride_token,
             v_stride_head,
@@ -303,6 +260,4 @@ def rope_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            LATE,
-            ANGLES,
         )

@@ -78,61 +78,38 @@ def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> Rm
     return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last")
 
 
-def _thirds(rows: int, warps: int, load: str = "") -> RmsNormLaunch:
-    """Rows of 768 columns, each in one warp: no lane is idle, and no warp waits for another."""
-    return RmsNormLaunch(rows, 256, 0, warps, late_weight=True, load=load, blocks=3)
+def _thirds(third: int, rows: int = 4) -> RmsNormLaunch:
+    """Each row in one warp: no lane is idle, and no warp waits for another."""
+    return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3)
 
 
 _FORWARD = {
-    (65536, 768): (
-        *(_thirds(rows, warps) for rows, warps in ((4, 4), (8, 8), (2, 2), (1, 1))),
-        _thirds(4, 4, "evict_last"),
-        _thirds(2, 1),
-        _thirds(8, 4),
-        RmsNormLaunch(2, 512, 256, 1, late_weight=True),
+    (65536, 768): (_thirds(256), _thirds(256, 8), RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last")),
+    (65536, 1536): (_thirds(512), _kept(1024, 2, 512), _kept(1024, 2, 512, late_weight=True)),
+    (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
+    (32768, 2048): (_kept(2048, 4, late_weight=True), _kept(2048, 2), _kept(2048, 4)),
+    # The last ones are about as much as L2 holds, or less.
+    **dict.fromkeys(
+        ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
+        (_kept(4096, 8, late_weight=True), _kept(4096, 4), RmsNormLaunch(1, 4096, 0, 8, late_weight=True)),
     ),
-    (32768, 2048): (
-        _kept(2048, 2),
-        RmsNormLaunch(1, 2048, 0, 4, late_weight=True),
-        _kept(2048, 4, late_weight=True),
-        RmsNormLaunch(1, 2048, 0, 2, late_weight=True),
-    ),
-    (16384, 4096): (RmsNormLaunch(1, 4096, 0, 4), _kept(4096, 8, late_weight=True)),
-    (8192, 8192): (RmsNormLaunch(1, 8192, 0, 8, late_weight=True),),
-    (16384, 5120): (
-        _kept(4096, 4, 1024),
-        RmsNormLaunch(1, 4096, 1024, 4, late_weight=True),
-        _kept(4096, 4, 1024, late_weight=True),
-    ),
-    # About as much as L2 holds, or less.
-    **dict.fromkeys(((2048, 4096), (4096, 4096), (8192, 4096)), (RmsNormLaunch(1, 4096, 0, 4), _kept(4096, 4))),
-    (16384, 4097): (
-        _window(4096, 16, 8, SMS * 4, 64),
-        # Every thread has a whole vector of the tail, so that the tail comes through shared memory too.
-        _window(4096, 2048, 8, SMS * 3 // 8 * 8, 80),
-        _window(4096, 16, 8, SMS * 3 // 8 * 8, 80, 4),
-    ),
+    (8192, 8192): (_kept(8192, 8, late_weight=True), RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
+    (16384, 5120): (_kept(4096, 4, 1024), _kept(4096, 8, 1024), _kept(4096, 4, 1024, late_weight=True)),
+    (16384, 4097): (_window(4096, 16, 8, SMS * 4, 64), _window(4096, 16, 8, SMS * 4, 64, 2)),
     (16384, 5121): (
-        _window(4096, 2048, 16, SMS * 2, 64),
-        _window(8192, 0, 16, SMS * 2, 64),
         _window(4096, 2048, 8, SMS * 3 // 8 * 8, 80),
+        _window(8192, 0, 16, SMS * 2, 64),
+        _window(4096, 2048, 16, SMS * 2, 64),
     ),
-    (65536, 769): (
-        RmsNormLaunch(1, 1024, 0, 1, late_weight=True),
-        RmsNormLaunch(2, 1024, 0, 2, late_weight=True),
-        _window(1024, 0, 2, SMS * 16, 64),
-    ),
+    (65536, 769): (_window(1024, 0, 2, SMS * 16, 64), _window(1024, 0, 1, SMS * 16, 80)),
 }
 _ADD_FORWARD = {
-    (65536, 768): (
-        *(_thirds(rows, warps, "evict_last") for rows, warps in ((4, 4), (8, 8), (2, 2))),
-        RmsNormLaunch(2, 1024, 0, 4),
-    ),
-    (32768, 2048): (_kept(2048, 8), RmsNormLaunch(1, 2048, 0, 4)),
-    (16384, 4096): (_kept(4096, 16), RmsNormLaunch(1, 4096, 0, 8)),
-    (8192, 8192): (_kept(8192, 16, late_weight=True), RmsNormLaunch(1, 8192, 0, 16)),
-    **dict.fromkeys(((2048, 4096), (4096, 4096)), (RmsNormLaunch(1, 4096, 0, 8), _kept(4096, 8))),
+    (65536, 768): (RmsNormLaunch(2, 1024, 0, 4, load="evict_last"), _thirds(256)),
+    (32768, 2048): (_kept(2048, 8), _kept(2048, 4)),
+    (8192, 8192): (_kept(8192, 16), _kept(8192, 16, late_weight=True)),
+    **dict.fromkeys(((16384, 4096), (2048, 4096)), (_kept(4096, 8), _kept(4096, 16), RmsNormLaunch(1, 4096, 0, 8))),
     (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
+    (65536, 769): (_window(1024, 0, 2, SMS * 8, 128), _window(1024, 0, 2, SMS * 16, 64)),
 }
 _BACKWARD = {
     (16384, 4097): (

@@ -60,24 +60,14 @@ def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    """One vector of each half a thread, over four warps or eight; all sequences at once; angles late; what L2 keeps."""
+    """One vector of each half a thread, over four warps, eight or two; heads that stay in L2, or nothing said."""
     _, _, _, kv_heads, head_dim = shape
     heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
-    tokens = 1024 // (heads * half)  # of four warps
-
-    def one(parts: int = 1, load: str = "evict_last", **options: Any) -> RopeLaunch:
-        return RopeLaunch(tokens * parts, heads, half, 4 * parts, load, **options)
-
-    return (
-        one(batch_first=True, late_angles=True),
-        one(batch_first=True),
-        one(late_angles=True),
-        one(batch_first=True, late_angles=True, load=""),
-        one(2, batch_first=True, late_angles=True),
-        one(angles="evict_last"),
-        one(load=""),
-        one(),
+    tokens = 512 // (heads * half)  # of two warps
+    return tuple(
+        RopeLaunch(tokens * parts, heads, half, 2 * parts, load)
+        for parts, load in ((2, "evict_last"), (4, "evict_last"), (1, "evict_last"), (2, ""))
     )
 
 

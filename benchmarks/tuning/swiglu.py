@@ -18,7 +18,7 @@ SHAPES = ((16384, 14336), (32768, 8192), (8193, 4097), (16384, 5120), (1024, 143
 # The default forward has two vectors of each operand a thread, the one backward one; 16 warps lost on an H200.
 _CANDIDATES = tuple(
     SwigluLaunch(1, columns, warps, load)
-    for load in ("", "evict_last")
+    for load in ("evict_last", "")
     for columns, warps in ((512, 1), (1024, 4), (2048, 8))
 )
 

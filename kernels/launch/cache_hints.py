@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-# Above what an L2 cache holds: in a smaller call the results stay in L2 too, where the inputs would be in their way.
-_MORE_THAN_L2 = 2**26
+_VECTOR_BYTES = 16
 
 
-def load_hint(bytes_read: int) -> str:
-    """The eviction policy of loads: "evict_last" where a call reads more than L2 holds, else "".
+def load_hint(run_bytes: int) -> str:
+    """The eviction policy of loads: "evict_last" where runs of `run_bytes` are read in whole 16-byte vectors, else "".
 
-    H200, bf16, of the time without: rope of 25 MB of heads 1.04 to 1.05, of 84 to 168 MB 0.97 to 1.00, swiglu of 335 MB
-    to 1.6 GB 0.985 to 0.994 (benchmarks/results/tune_rope_hints.json).
+    H200, bf16, of the time without, from small calls to large ones: rms_norm 0.95 to 0.98, add_rms_norm 0.94 to 0.98,
+    swiglu's backward pass 0.97 to 0.985, rope 0.96 to 0.985; with the copy of other 64 MB that came after it 0.97 to
+    1.005 (benchmarks/results/tune_hints_and_what_follows.json). Narrow loads, of swiglu's unaligned rows,
+    gained at some launches and lost at others (tune_rope_in_turn.json).
     """
-    return "evict_last" if bytes_read >= _MORE_THAN_L2 else ""
+    return "" if run_bytes % _VECTOR_BYTES else "evict_last"

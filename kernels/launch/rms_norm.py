@@ -20,10 +20,9 @@ _VECTOR_BYTES = 16
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
-# Narrowest rows without a residual of which L2 is told to keep what was read.
-_KEPT_WIDTH = 4096
-# Narrowest unaligned rows that are read in whole vectors.
+# Narrowest unaligned rows that are read in whole vectors; forward without a residual those of 769 gained already.
 _WINDOW_WIDTH = 1024
+_FORWARD_WINDOW_WIDTH = 769
 # Elements of the rows that one program takes alone, backward: 16 a thread.
 _ONE_PROGRAM = 16384
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
@@ -53,7 +52,7 @@ class RmsNormLaunch:
         max_registers: with `window`, registers a thread at most, 0 for no limit: more programs an SM.
         load: forward: eviction policy of the rows that are read, "" or "evict_last".
         blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
-            one warp. No launch function says anything of it: the kernel was not timed with it.
+            one warp: no lane is idle, and no warp waits for another.
     """
 
     block_rows: int
@@ -124,12 +123,20 @@ def _staged(row_bytes: int, per_sm: int, profile: DeviceProfile) -> tuple[int, i
     return profile.num_sms * per_sm, 1
 
 
-def _window(n: int, itemsize: int, tensors: int, registers: int, profile: DeviceProfile) -> RmsNormLaunch | None:
+def _window(
+    n: int, itemsize: int, tensors: int, registers: int, profile: DeviceProfile, wide_tail: int = 0
+) -> RmsNormLaunch | None:
     """Unaligned rows of `tensors` tensors in whole vectors, 16 elements a thread, so many programs as `registers` a
-    thread and two rows ahead leave room for; None where there is none."""
+    thread and two rows ahead leave room for; None where there is none. A tail of more than a 16th of the main block
+    takes twice the threads, or `wide_tail` registers instead where it is given."""
     main, tail = split_width(n + _VECTOR_BYTES // itemsize - 1)
     # 16384 x 4097 forward: 8 elements a thread 0.095, 16 elements 0.077. A tail is the 17th, a wide one too many.
-    num_warps = _warps(main if 16 * tail <= main else 2 * main, 16, 64)
+    wide = 16 * tail > main
+    if wide and wide_tail and main <= 4096:
+        # Up to 24 elements a thread. 16384 x 5121: 0.102 with three programs of eight warps an SM, 0.108 with two of
+        # 16. Of a main block of 8192 there would be one program.
+        registers, wide = wide_tail, False
+    num_warps = _warps(2 * main if wide else main, 16, 64)
     per_sm = _REGISTERS // (32 * num_warps * registers)
     programs, stages = _staged(tensors * (main + tail) * itemsize, max(per_sm, 1), profile)
     if per_sm == 0 or stages != 3:
@@ -156,49 +163,53 @@ def forward_launch(
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
     tensors = 2 if residual else 1
-    load = load_hint(rows * n * itemsize * tensors) if residual or n >= _KEPT_WIDTH else ""
+    load = load_hint(n * itemsize)
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
         # 16384 x 4097: 0.077 with four programs of 64 registers an SM, 0.095 with two of twice the threads, 0.088 with
         # one row ahead instead of two. With a residual 0.146, with half the elements a thread 0.153. Three programs
-        # where 64 registers spill: fp32, and on sm_100 rows that end inside the main block.
+        # where 64 registers spill: fp32, and on sm_100 rows that end inside the main block. 65536 x 769: 0.065, with
+        # narrow loads 0.084, two rows at once 0.070.
         registers = 128 if residual else 80 if itemsize == 4 or (profile.arch >= 100 and n <= 4096) else 64
-        window = _window(n, itemsize, tensors, registers, profile) if dense and n >= _WINDOW_WIDTH else None
+        wide_tail = 80 if itemsize == 2 and not residual and profile.arch < 100 else 0  # more registers spill on sm_100
+        narrowest = _WINDOW_WIDTH if residual else _FORWARD_WINDOW_WIDTH
+        window = _window(n, itemsize, tensors, registers, profile, wide_tail) if dense and n >= narrowest else None
         if window is not None:
             # With a residual the compiler takes fewer registers where nothing is said (89 for 111).
             return dataclasses.replace(window, max_registers=0) if residual else window
         # Narrow loads, many of them a thread. 16384 x 4097: 0.087; early weight, 8193 x 4097: 0.047, with 16 elements
         # a thread 0.051.
         return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
+    if main == 2 * tail and tail * itemsize == 32 * _VECTOR_BYTES and not residual:
+        # A row a warp in three blocks of a vector a lane. 65536 x 768: 0.0529, 0.0539 with two rows in 1024 columns of
+        # two warps, 0.0543 with two rows in 512 + 256 columns of one warp. With a residual 0.1004 for 0.0989.
+        block_rows = min(4, _power_of_two(rows))
+        return RmsNormLaunch(block_rows, tail, 0, block_rows, late_weight=True, load=load, blocks=3)
     if tail and main == 2 * tail and (main == 512 if residual else main <= 512):
-        # Idle lanes, but several rows a program. 65536 x 768: 0.0524, early weight 0.0530, one row in 512 + 256 columns
-        # 0.0551 for 0.0544. With a residual early weight and twice the warps: 0.0986, two warps 0.0993, early or late;
-        # with no hint one row in 512 + 256 columns 0.1016 for 0.1003.
+        # Idle lanes, but several rows a program.
         block_rows = min(2048 // (2 * main), _power_of_two(rows))
-        if residual:
-            return RmsNormLaunch(block_rows, 2 * main, 0, 4, load=load)
-        return RmsNormLaunch(block_rows, 2 * main, 0, 2, late_weight=True)
+        return RmsNormLaunch(block_rows, 2 * main, 0, 4 if residual else 2, late_weight=not residual, load=load)
     if tail:
-        return RmsNormLaunch(1, main, tail, max(_tail_warps(tail), _warps(main, 32, 32)))
+        # 16384 x 5120: 0.0831, with the weight late 0.0840.
+        return RmsNormLaunch(1, main, tail, max(_tail_warps(tail), _warps(main, 32, 32)), load=load)
     if main > 8192:
-        # Two programs an SM, rows through shared memory. 4096 x 16384: 0.074, one program a row 0.094.
+        # Two programs an SM, rows through shared memory. 4096 x 16384: 0.074, one program a row 0.094. Not timed with
+        # rows that stay in L2.
         programs, stages = _staged(tensors * main * itemsize, 2, profile)
         return RmsNormLaunch(1, main, 0, _warps(main, 32, 32), programs, stages)
     if main >= 2048:
-        # 32 elements a thread keep four loads in flight and few threads to meet. 16384 x 4096: 0.0676, 8 warps and
-        # late weight 0.0680; 32768 x 2048: 0.0700, 4 warps and late weight 0.0699. 8192 x 8192: 0.0678 with late
-        # weight, 0.0704 without, 16 warps 0.0720. With a residual there are twice the loads, and 16 elements a thread:
-        # 16384 x 4096 0.1282, 8 elements 0.1304, 8192 x 8192 0.1290, late weight 0.1301, 32 elements with late weight
-        # 0.1300. Rows read twice, the second time out of L1, gain nothing: 8192 x 8192 in halves 0.0698 for 0.0701,
-        # 16384 x 4096 0.0710 for 0.0696. Rows that stay in L2 once they are read: 16384 x 4096 0.0673 for 0.0685,
-        # 8192 x 8192 0.0684 for 0.0695, with a residual 16384 x 4096 0.1308 for 0.1324, 8192 x 8192 0.1303 for 0.1335,
-        # 65536 x 768 0.0986 for 0.0992; without one narrow rows lose, 65536 x 768 0.0536 for 0.0524
-        # (benchmarks/results/tune_rms_norm_hints.json and tune_rms_norm_hints_first.json).
+        # Few threads to meet, each with two to four loads in flight. 32768 x 2048: 0.0673 with four warps and a late
+        # weight, 0.0677 with two and an early one; 16384 x 4096: 0.0670 with eight and late, 0.0675 with four and
+        # early; 8192 x 8192: 0.0676 with eight and late. With a residual, which is twice the loads: 32768 x 2048 0.1292
+        # with eight warps, 0.1299 with four; 16384 x 4096 0.1298 with eight, 0.1308 with 16; 8192 x 8192 0.1293 with 16
+        # and an early weight, 0.1300 with a late one. All with rows that stay in L2 once they are read; else 0.0692
+        # for 16384 x 4096, with a residual 0.1363, and 0.0141 for 0.0134 of 2048 x 4096
+        # (benchmarks/results/tune_rms_norm_in_turn.json).
         if residual:
-            return RmsNormLaunch(1, main, 0, _warps(main, 16, 32), load=load)
-        return RmsNormLaunch(1, main, 0, _warps(main, 32, 32), late_weight=main > 4096, load=load)
+            return RmsNormLaunch(1, main, 0, max(_warps(main, 16, 32), 8), load=load)
+        return RmsNormLaunch(1, main, 0, _warps(main, 16, 8), late_weight=True, load=load)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
-    return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32))
+    return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32), load=load)
 
 
 @functools.lru_cache(1024)

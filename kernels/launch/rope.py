@@ -23,11 +23,6 @@ class RopeLaunch:
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
         load: eviction policy of q, k and v as they are read, "" or "evict_last".
-        batch_first: programs that follow each other take the same tokens of all sequences, then the next ones.
-        late_angles: load the angles after q and k. With v, which has none, it is always so.
-        angles: eviction policy of the angles, "" or "evict_last".
-
-    No launch function says anything of `batch_first`, `late_angles` and `angles`: the kernel was not timed with them.
     """
 
     block_tokens: int
@@ -35,9 +30,6 @@ class RopeLaunch:
     block_half: int
     num_warps: int
     load: str = ""
-    batch_first: bool = False
-    late_angles: bool = False
-    angles: str = ""
 
 
 def _power_of_two(n: int) -> int:
@@ -69,15 +61,14 @@ def rope_tile(seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: 
 
 @functools.lru_cache(1024)
 def rope_launch(
-    batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
+    seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, profile: DeviceProfile
 ) -> RopeLaunch:
-    """One vector of each half a thread for `batch` sequences; the other arguments as for rope_tile.
+    """One vector of each half a thread; the arguments are those of rope_tile.
 
-    H200, bf16, 4 x 4096 tokens, 32 + 8 heads of 128, ms: forward, from a packed qkv, 0.0847 over four warps, 0.0844
-    over eight, 0.0866 with two vectors a thread; backward, from dense gradients, 0.0847, 0.0843 and 0.0865
-    (benchmarks/results/tune_rope_hints.json). All heads of a token in one program, which loads its angles once, took
-    0.0891 for 0.0879 and 0.0897 for 0.0896.
+    H200, bf16, 4 x 4096 tokens, 32 + 8 heads of 128, ms: 0.0852 forward, from a packed qkv, and 0.0851 backward, from
+    dense gradients. Programs that take the same tokens of all sequences one after another: 0.0849 and 0.0852, but 8 x
+    2048 tokens with heads of 64 0.0459 for 0.0450 and 0.0460 for 0.0444 (benchmarks/results/tune_rope_in_turn.json).
     """
     del profile  # unused so far: the op is bound by memory on every device
     tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 1)
-    return dataclasses.replace(tile, load=load_hint(batch * seq_len * (heads + kv_heads) * head_dim * itemsize))
+    return dataclasses.replace(tile, load=load_hint(head_dim // 2 * itemsize))

@@ -39,9 +39,9 @@ def _power_of_two(n: int) -> int:
 def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile, backward: bool) -> SwigluLaunch:
     """Chooses tiles in which each thread holds one 16-byte vector of gate and one of up; forward two of each.
 
-    Measured on an H200, bf16, ms: forward 16384 x 14336 0.3217 with 512 columns over one warp, 0.3220 with 2048 over
-    eight, 0.3226 with 1024 over four; 32768 x 8192 0.3671, 0.3675 and 0.3680. Backward 32768 x 8192 0.6143 with 2048
-    columns over eight warps, 0.6150 with 1024 over four (benchmarks/results/tune_rope_hints.json).
+    Measured on an H200, bf16, ms: forward 16384 x 14336 0.3212 with 512 columns over one warp, 0.3210 with 2048 over
+    eight, 0.3215 with 1024 over four; 512 x 14336 0.0154, 0.0155 and 0.0156. Backward 32768 x 8192 0.6134 with 2048
+    columns over eight warps, 0.6140 with 1024 over four (benchmarks/results/tune_rope_in_turn.json).
 
     Args:
         rows: rows that are equally far apart (tiles do not cross a break in the row stride).
@@ -51,12 +51,11 @@ def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile, ba
         backward: for the gradient.
     """
     del profile
-    aligned = ffn * itemsize % _VECTOR_BYTES == 0
-    if not aligned and ffn >= _SMALLEST_FULL:
-        # Rows start anywhere and loads are narrow: short tiles. 8193 x 4097, bf16, H200: 0.066 ms forward and 0.098
-        # backward; four warps on 1024 columns 0.071 and 0.118, and 0.072 and 0.120 where L2 is told to keep the rows.
+    if ffn * itemsize % _VECTOR_BYTES and ffn >= _SMALLEST_FULL:
+        # Rows start anywhere and loads are narrow: short tiles. 8193 x 4097, bf16, H200: 0.067 ms forward and 0.099
+        # backward; four warps on 1024 columns 0.073 and 0.121, and 0.072 and 0.121 where L2 is told to keep the rows.
         return SwigluLaunch(1, _SMALLEST_FULL, 2)
-    load = load_hint(rows * ffn * itemsize * (3 if backward else 2)) if aligned else ""
+    load = load_hint(ffn * itemsize)
     per_thread = _VECTOR_BYTES // itemsize
     elements = _THREADS * per_thread
     block_columns = min(elements, _power_of_two(ffn))
@@ -65,7 +64,7 @@ def swiglu_launch(rows: int, ffn: int, itemsize: int, profile: DeviceProfile, ba
         return SwigluLaunch(1, _SMALLEST_FULL, _SMALLEST_FULL // (2 * 32 * per_thread), load)
     if full >= _SMALLEST_FULL:
         block_columns = full
-    # 16384 x 5120, bf16: 0.1206 ms with one row of 1024 columns, 0.1240 with two.
+    # Two rows of 1024 columns of 16384 x 5120 took longer than one.
     block_rows = 1 if block_columns >= _SMALLEST_FULL else min(elements // block_columns, _power_of_two(rows))
     num_warps = max(1, min(8, block_rows * block_columns // (32 * per_thread)))
     return SwigluLaunch(block_rows, block_columns, num_warps, load)

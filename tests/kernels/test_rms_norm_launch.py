@@ -190,9 +190,10 @@ def test_launches_are_possible_for_every_width(arch, itemsize, rows):
         for launch, tensors in _launches(rows, n, itemsize, arch):
             for size in (launch.block_rows, launch.block_n, launch.num_warps):
                 assert size > 0 and size & (size - 1) == 0, (n, launch)
-            assert launch.num_warps <= 32 and launch.block_n + launch.block_tail < 2 * max(n, 16)
+            columns = launch.blocks * launch.block_n + launch.block_tail
+            assert launch.num_warps <= 32 and columns < 2 * max(n, 16)
             assert not launch.block_tail or launch.covers(n)  # chunks have no tail
-            columns = launch.block_n + launch.block_tail
+            assert launch.blocks == 1 or (launch.late_weight and launch.block_rows == launch.num_warps)  # a row a warp
             if launch.covers(n):  # elements a thread holds: more would spill
                 assert launch.block_rows * columns / (32 * launch.num_warps) <= 40, (n, launch)
             else:
@@ -232,22 +233,33 @@ def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
     hopper = KNOWN_PROFILES[90]
     chosen = {
         n: [forward_launch(65536, n, 2, hopper, residual) for residual in (False, True)]
-        for n in (768, 384, 2048, 4096, 8192)
+        for n in (768, 384, 2048, 4096, 5120, 8192)
     }
+    kept = functools.partial(RmsNormLaunch, load="evict_last")
     assert chosen == {
-        768: [RmsNormLaunch(2, 1024, 0, 2, late_weight=True), RmsNormLaunch(2, 1024, 0, 4, load="evict_last")],
-        384: [RmsNormLaunch(4, 512, 0, 2, late_weight=True), RmsNormLaunch(1, 256, 128, 1)],
-        2048: [RmsNormLaunch(1, 2048, 0, 2), RmsNormLaunch(1, 2048, 0, 4, load="evict_last")],
-        4096: [RmsNormLaunch(1, 4096, 0, warps, load="evict_last") for warps in (4, 8)],
-        8192: [RmsNormLaunch(1, 8192, 0, w, late_weight=w == 8, load="evict_last") for w in (8, 16)],
+        768: [kept(4, 256, 0, 4, late_weight=True, blocks=3), kept(2, 1024, 0, 4)],
+        384: [kept(4, 512, 0, 2, late_weight=True), kept(1, 256, 128, 1)],
+        2048: [kept(1, 2048, 0, 4, late_weight=True), kept(1, 2048, 0, 8)],
+        4096: [kept(1, 4096, 0, 8, late_weight=True), kept(1, 4096, 0, 8)],
+        5120: [kept(1, 4096, 1024, 4), kept(1, 4096, 1024, 4)],
+        8192: [kept(1, 8192, 0, 8, late_weight=True), kept(1, 8192, 0, 16)],
     }
-    assert forward_launch(1, 768, 2, hopper, True) == RmsNormLaunch(1, 1024, 0, 4)
+    assert forward_launch(1, 768, 2, hopper) == kept(1, 256, 0, 1, late_weight=True, blocks=3)
+    assert forward_launch(1, 768, 2, hopper, True) == kept(1, 1024, 0, 4)
 
 
-def test_rows_stay_in_l2_where_they_are_more_than_it_holds():
-    cases = (4096, 4096, False), (4096, 4096, True), (8192, 4096, False), (32768, 2048, False), (65536, 768, True)
-    hints = [forward_launch(rows, n, 2, KNOWN_PROFILES[90], residual).load for rows, n, residual in cases]
-    assert hints == ["", "evict_last", "evict_last", "", "evict_last"]
+def test_unaligned_rows_without_a_residual_are_read_in_whole_vectors_from_769_on():
+    """With more programs of fewer threads where the second block is wide."""
+    window = functools.partial(RmsNormLaunch, num_stages=3, window=True)
+    hopper = KNOWN_PROFILES[90]
+    assert [forward_launch(65536, n, 2, hopper) for n in (769, 4097, 5121)] == [
+        window(1, 1024, 0, 2, 2112, max_registers=64),
+        window(1, 4096, 16, 8, 528, max_registers=64),
+        window(1, 4096, 2048, 8, 392, max_registers=80),
+    ]
+    assert not any(forward_launch(65536, n, 2, hopper, n == 769).window for n in (767, 769))
+    assert forward_launch(65536, 9001, 2, hopper).num_warps == 32  # of 16 warps one program alone would fit
+    assert forward_launch(65536, 5121, 2, KNOWN_PROFILES[100]).num_warps == 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -362,9 +362,9 @@ def test_bad_input_is_named(change, error, message, backend, device):
 def test_launch_fills_threads_with_vectors():
     profile = KNOWN_PROFILES[90]
     for head_dim, itemsize in ((64, 2), (128, 2), (128, 4), (256, 2), (16, 2)):
-        launch = rope_launch(1, 4096, 32, 8, head_dim, itemsize, profile)
+        launch = rope_launch(4096, 32, 8, head_dim, itemsize, profile)
         per_thread = launch.block_tokens * launch.block_heads * launch.block_half // (32 * launch.num_warps)
         assert per_thread * itemsize == 16 and launch.block_half == head_dim // 2
-    assert rope_launch(1, 1, 32, 8, 128, 2, profile).block_tokens == 1
-    # Less than L2 holds, and more.
-    assert [rope_launch(batch, 1024, 24, 8, 128, 2, profile).load for batch in (3, 8)] == ["", "evict_last"]
+    assert rope_launch(1, 32, 8, 128, 2, profile).block_tokens == 1
+    # Halves of whole vectors, and others.
+    assert [rope_launch(1024, 24, 8, dim, 2, profile).load for dim in (16, 128, 8, 20)] == ["evict_last"] * 2 + [""] * 2

@@ -54,7 +54,7 @@ def test_equals_rope_of_the_parts_bit_for_bit(shape, dtype, inplace, device, gen
 
 @pytest.mark.parametrize(
     "launch",
-    [RopeLaunch(2, 2, 8, 1), RopeLaunch(4, 4, 8, 1, "evict_last", True), RopeLaunch(1, 8, 16, 1, late_angles=True)],
+    [RopeLaunch(2, 2, 8, 1), RopeLaunch(4, 4, 8, 1, "evict_last"), RopeLaunch(1, 8, 16, 1)],
     ids=str,
 )
 @pytest.mark.parametrize("inplace", [False, True])
