@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -65,6 +66,9 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
 
+    The order is another one in every round (the same in every run): what a kernel tells L2 to keep outlives the flush in
+    part, and whoever reads the same memory next would always be the faster for it.
+
     Args:
         functions: provider name -> a call without arguments.
         device: CUDA (events, L2 flushed before each call) or CPU (host clock).
@@ -85,9 +89,11 @@ def interleaved(
             resets.get(name, _nothing)()
             function()
     samples: dict[str, list[float]] = {name: [] for name in functions}
+    order, shuffled = list(functions.items()), random.Random(0).shuffle
     if device.type != "cuda":
         for _ in range(repeats):
-            for name, function in functions.items():
+            shuffled(order)
+            for name, function in order:
                 resets.get(name, _nothing)()
                 started = time.perf_counter()
                 function()
@@ -98,7 +104,8 @@ def interleaved(
     for _ in range(repeats):
         if hide_launch:
             torch.cuda._sleep(LAUNCH_CYCLES * len(functions))
-        for name, function in functions.items():
+        shuffled(order)
+        for name, function in order:
             resets.get(name, _nothing)()
             flush.zero_()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

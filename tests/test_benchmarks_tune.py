@@ -239,10 +239,13 @@ def test_an_op_without_targets_is_refused():
 
 
 def test_interleaved_calls_in_turn():
+    """Each function once a round, in an order that changes."""
     calls = []
     functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    timings = interleaved(functions, CPU, 2, warmup=1, resets={"b": lambda: calls.append("-")})
-    assert "".join(calls) == "a-b" * 3 and set(timings) == {"a", "b"}
+    timings = interleaved(functions, CPU, 12, warmup=1, resets={"b": lambda: calls.append("-")})
+    rounds = "".join(calls).replace("-b", "b")
+    assert len(calls) == 3 * 13 and set(timings) == {"a", "b"}
+    assert {rounds[i : i + 2] for i in range(0, 26, 2)} == {"ab", "ba"}
     assert interleaved({}, CPU, 2) == {}
 
 
