@@ -66,8 +66,8 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
 
-    The order is another one in every round (the same in every run): what a kernel tells L2 to keep outlives the flush in
-    part, and whoever reads the same memory next would always be the faster for it.
+    The order is another one in every round (the same in every run): what a kernel tells L2 to keep outlives the flush
+    in part, and whoever reads the same memory next would always be the faster for it.
 
     Args:
         functions: provider name -> a call without arguments.
