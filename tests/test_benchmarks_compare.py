@@ -125,6 +125,24 @@ def _optimizer(mode: str, **options: Any) -> Any:
     return maker
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "cross_entropy"])
+def test_ours_leaves_nothing_in_the_cache_for_a_peer(op):
+    """Its tensors are equal to the peers' and lie elsewhere, where its kernels keep what they read."""
+    seen = {}
+
+    def maker(name: str) -> Any:
+        def make(inputs: dict[str, Any]) -> Any:
+            seen[name] = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
+            raise base.NotOfferedError("seen")
+
+        return make
+
+    _run(TINY[op], {name: maker(name) for name in ("fuselm", "fuselm, compiled", "eager", "Liger")})
+    ours, compiled, *peers = ([x.data_ptr() for x in tensors] for tensors in seen.values())
+    assert ours == compiled and peers[0] == peers[1] and (set(ours) & set(peers[0]) == set()) == (op == "rms_norm")
+    assert all(torch.equal(a, b) for a, b in zip(seen["fuselm"], seen["eager"], strict=True))
+
+
 def test_an_optimizer_is_checked_from_where_the_one_before_it_left():
     makers = {
         "first": _optimizer("clip"),
