@@ -18,6 +18,8 @@ from .forked import Server
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"fuselm-inductor-{os.getuid()}"))
+# The C++ that Inductor makes for the CPU is not ours: without vectors it compiles sooner, and no compiler is tried out.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 speed_up()
