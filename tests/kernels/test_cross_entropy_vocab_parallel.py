@@ -188,7 +188,8 @@ def _process(rank: int, world: int, folder: Path) -> None:
 def _main(folder: Path) -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     importlib.import_module("fast_interpreter").speed_up()
-    importlib.import_module("fuselm.kernels.vocab_parallel_linear")  # the forked processes have it in memory then
+    for module in ("fuselm.kernels.vocab_parallel_linear", "torch._dynamo"):
+        importlib.import_module(module)  # the forked processes have it in memory then
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
     for world in (2, 3, 1):
