@@ -309,8 +309,11 @@ def _main(folder: Path) -> None:
 
     sys.path.append(str(Path(__file__).parents[1]))
     importlib.import_module("fast_interpreter").speed_up()
-    importlib.import_module("fuselm.kernels.adamw")
+    for module in ("fuselm.kernels.adamw", "torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"):
+        importlib.import_module(module)
 
+    gc.collect()
+    gc.freeze()  # their collections then leave the pages shared
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
     for world in WORLDS:

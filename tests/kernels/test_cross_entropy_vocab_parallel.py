@@ -190,6 +190,8 @@ def _main(folder: Path) -> None:
     importlib.import_module("fast_interpreter").speed_up()
     for module in ("fuselm.kernels.vocab_parallel_linear", "torch._dynamo"):
         importlib.import_module(module)  # the forked processes have it in memory then
+    gc.collect()
+    gc.freeze()  # their collections then leave the pages shared
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
     for world in (2, 3, 1):
