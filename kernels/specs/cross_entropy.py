@@ -81,16 +81,17 @@ _GPU: tuple[Case, ...] = (
     {"rows": (300,), "vocab": 50304, "spread": 30.0},
 )
 _EVERYTHING = {"return_lse": True, "z_loss": 1e-4, "label_smoothing": 0.1, "softcap": 30.0}
+_EACH_ROW: Case = {"reduction": "none"}
 _AOT: tuple[Case, ...] = tuple(
-    {"rows": (rows,), "vocab": vocab} | options
-    for rows, vocab in (
-        (40, 37),
-        (40, 32000),
-        (40, 50257),
-        (40, 128256),
-        (2, 50257),
+    {"rows": (rows,), "vocab": vocab} | dict(options)
+    for rows, vocab, all_options in (
+        (40, 37, ({}, _EVERYTHING)),
+        (40, 32000, ({}, _EACH_ROW)),
+        (40, 50257, (_EVERYTHING, _EACH_ROW)),
+        (40, 128256, ({}, _EVERYTHING)),
+        (2, 50257, (_EVERYTHING, _EACH_ROW)),
     )  # the last: several programs a row
-    for options in ({}, _EVERYTHING, {"reduction": "none"})
+    for options in all_options
 )
 _BENCHMARK: tuple[Case, ...] = (
     {"rows": (8192,), "vocab": 128256, "ignored": 0.0},
