@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,20 +27,27 @@ def _python(code: str, *, python: str = sys.executable, env: dict | None = None,
     return done.stdout
 
 
+LAZY = """
+import sys, time, fuselm
+print("torch" in sys.modules, "triton" in sys.modules)
+import torch
+before, taken = "triton" in sys.modules, []
+for _ in range(3):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fuselm"]:
+        del sys.modules[name]
+    started = time.perf_counter()
+    import fuselm
+    taken.append(time.perf_counter() - started)
+print("triton" in sys.modules and not before, min(taken))
+"""
+
+
 def test_import_is_lazy_and_cheap():
     """`import fuselm` brings neither torch nor triton, and takes under 0.1 s beyond torch's own import (best of
-    up to three)."""
-    code = (
-        "import sys, time, torch; t = time.perf_counter(); import fuselm; print(time.perf_counter() - t);"
-        "print('triton' in sys.modules and not triton_before)"
-    ).replace("t = time", "triton_before = 'triton' in sys.modules; t = time")
-    taken: list[float] = []
-    while len(taken) < 3 and min(taken, default=1.0) >= 0.1:
-        seconds, loaded = _python(code).split()
-        assert loaded == "False"
-        taken.append(float(seconds))
-    assert min(taken) < 0.1
-    assert _python("import sys, fuselm; print('torch' in sys.modules)").strip() == "False"
+    three)."""
+    *loaded, seconds = _python(LAZY).split()
+    assert loaded == ["False"] * 3
+    assert float(seconds) < 0.1
 
 
 def test_every_public_name_loads_and_is_listed():
@@ -112,37 +121,18 @@ def wheel_python(tmp_path_factory) -> str:
     return python
 
 
-EVERY_MODULE = """
-import importlib, pkgutil, pathlib, fuselm
+SCRIPTS = ["pretrain", "prepare-data", "sample", "checkpoints", "watch", "finetune", "chat"]
+EVERYTHING = """
+import contextlib, hashlib, importlib, importlib.metadata, io, json, pathlib, sys
+import fuselm
 root = pathlib.Path(fuselm.__file__).parent
 names = sorted(".".join(("fuselm", *p.relative_to(root).with_suffix("").parts)) for p in root.rglob("*.py"))
-names = [n.removesuffix(".__init__") for n in names]
 for name in names:
-    importlib.import_module(name)
-print(len(names), root)
-"""
-
-
-def test_every_module_of_the_wheel_imports(wheel_python, tmp_path):
-    count, root = _python(EVERY_MODULE, python=wheel_python, cwd=tmp_path).split()
-    assert Path(root).is_relative_to(Path(wheel_python).parents[1])  # the wheel, not this checkout
-    rooms = [p for room in ("kernels", "model", "train") for p in (ROOT / room).rglob("*.py")]
-    assert int(count) == len(rooms) + len(list((ROOT / "src/fuselm").glob("*.py")))
-
-
-def test_the_wheel_carries_the_bundled_text(wheel_python, tmp_path):
-    code = (
-        "from fuselm.train.corpus import prepare_bundled; from pathlib import Path; "
-        "p = prepare_bundled(Path('plays'), vocab_size=300); print(p.is_dir(), len(list(p.iterdir())) > 1)"
-    )
-    assert _python(code, python=wheel_python, cwd=tmp_path).split()[-2:] == ["True", "True"]
-
-
-SCRIPTS = ["pretrain", "prepare-data", "sample", "checkpoints", "watch", "finetune", "chat"]
-
-
-EVERY_HELP = """
-import contextlib, importlib.metadata, io, sys
+    importlib.import_module(name.removesuffix(".__init__"))
+corpus = importlib.import_module("fuselm.train.corpus")
+text = next(iter(importlib.import_module("fuselm.train.sources").FileSource(corpus.BUNDLED_TEXT).documents(0, 0)))
+found = {"modules": len(names), "root": str(root), "text": str(corpus.BUNDLED_TEXT), "document": len(str(text))}
+found["digest"], found["scripts"] = hashlib.sha256(corpus.BUNDLED_TEXT.read_bytes()).hexdigest(), {}
 for entry in importlib.metadata.distribution("fuselm").entry_points:
     sys.argv, said, code = [entry.name, "--help"], io.StringIO(), 0
     with contextlib.redirect_stdout(said):
@@ -150,15 +140,34 @@ for entry in importlib.metadata.distribution("fuselm").entry_points:
             code = entry.load()()
         except SystemExit as end:
             code = end.code
-    print(entry.name, code or 0, "usage" in said.getvalue().lower())
+    found["scripts"][entry.name] = [code or 0, "usage" in said.getvalue().lower()]
+print(json.dumps(found))
 """
 
 
-def test_console_scripts_of_the_wheel(wheel_python, tmp_path):
-    """What each script calls, in one process; then one of the scripts themselves, which pip writes all alike."""
+@pytest.fixture(scope="module")
+def found(wheel_python, tmp_path_factory) -> dict[str, Any]:
+    """What one process with the wheel finds."""
+    lines = _python(EVERYTHING, python=wheel_python, cwd=tmp_path_factory.mktemp("elsewhere")).splitlines()
+    return json.loads(lines[-1])
+
+
+def test_every_module_of_the_wheel_imports(wheel_python, found):
+    assert Path(found["root"]).is_relative_to(Path(wheel_python).parents[1])  # the wheel, not this checkout
+    rooms = [p for room in ("kernels", "model", "train") for p in (ROOT / room).rglob("*.py")]
+    assert found["modules"] == len(rooms) + len(list((ROOT / "src/fuselm").glob("*.py")))
+
+
+def test_the_wheel_carries_the_bundled_text(found):
+    assert Path(found["text"]).is_relative_to(found["root"]) and found["document"] > 0
+    text = ROOT / "train" / "corpus" / Path(found["text"]).name
+    assert found["digest"] == hashlib.sha256(text.read_bytes()).hexdigest()
+
+
+def test_console_scripts_of_the_wheel(wheel_python, found, tmp_path):
+    """What each script calls; then one of the scripts themselves, which pip writes all alike."""
     names = [f"fuselm-{name}" for name in SCRIPTS]
-    lines = _python(EVERY_HELP, python=wheel_python, cwd=tmp_path).splitlines()
-    assert sorted(lines) == sorted(f"{name} 0 True" for name in names)
+    assert found["scripts"] == {name: [0, True] for name in names}
     scripts = [Path(wheel_python).parent / name for name in names]
     assert all(os.access(script, os.X_OK) for script in scripts)
     done = subprocess.run([scripts[-1], "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -179,20 +188,26 @@ def test_beside_hugging_face_kernels(tmp_path):
         assert out.split() == ["hugging", "face", "4", "fuselm.kernels.rms_norm"]
 
 
+FORKS = """
+import os, runpy, torch
+for path in PATHS:
+    if not (child := os.fork()):
+        sys.path.insert(0, os.path.dirname(path))
+        sys.argv = [os.path.basename(path), "--help"]
+        runpy.run_path(path, run_name="__main__")
+        sys.exit()
+    print(path, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
 def test_scripts_run_from_a_clone_without_an_install(tmp_path):
     """The entry files find the package beside them when fuselm is not installed."""
-    for script in ("pretrain.py", "prepare_data.py", "sample.py"):
-        started = time.monotonic()
-        path = ROOT / "train" / script
-        code = (
-            f"import runpy, sys; sys.path.insert(0, {str(path.parent)!r}); sys.argv = [{script!r}, '--help'];"
-            f"runpy.run_path({str(path)!r}, run_name='__main__')"
-        )
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", _with_site(code)], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert done.returncode == 0 and "usage" in done.stdout.lower(), done.stderr[-2000:]
-        assert time.monotonic() - started < 60
+    paths = [str(ROOT / "train" / script) for script in ("pretrain.py", "prepare_data.py", "sample.py")]
+    code = _with_site(f"PATHS = {paths!r}") + FORKS
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=180)
+    ends = [line for line in done.stdout.splitlines() if line.startswith(str(ROOT / "train"))]
+    assert done.returncode == 0 and ends == [f"{path} 0" for path in paths], done.stderr[-2000:]
+    assert done.stdout.lower().count("usage: ") == len(paths)
 
 
 def _with_site(code: str) -> str:
