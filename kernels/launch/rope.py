@@ -23,6 +23,12 @@ class RopeLaunch:
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
         load: eviction policy of q, k and v as they are read, "" or "evict_last".
+        wide: of q that many times the heads, of as many fewer tokens, so that programs of all heads read fewer angles
+            and longer pieces; 1 where the numbers do not divide. Not timed yet: no launch function picks more.
+        sequences: sequences whose tokens a program takes with the same angles; 1 with positions, or where the number
+            of sequences does not divide. Not timed yet: no launch function picks more.
+        max_registers: registers a thread at most, 0 for what the compiler takes, which are so few that the angles come
+            in two turns. Not timed yet: no launch function picks another.
     """
 
     block_tokens: int
@@ -30,6 +36,9 @@ class RopeLaunch:
     block_half: int
     num_warps: int
     load: str = ""
+    wide: int = 1
+    sequences: int = 1
+    max_registers: int = 0
 
 
 def _power_of_two(n: int) -> int:
