@@ -53,6 +53,14 @@ class RmsNormLaunch:
         load: forward: eviction policy of the rows that are read, "" or "evict_last".
         blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
             one warp: no lane is idle, and no warp waits for another.
+        load_weight: forward, with `late_weight`: eviction policy of the weight, "" or "evict_last", lest rows that are
+            the last to leave the L1 cache too drive it out. Not timed yet: no launch function picks one.
+        again: forward, without a residual: a row is read a second time, out of L1, to be scaled, so that no register
+            holds it meanwhile. Not timed yet: no launch function picks it.
+        rsqrt: forward: the approximate inverse square root, whose error is about that of a division. Not timed yet:
+            no launch function picks it.
+        once: forward, with a program a block of rows: no loop, so that loads are asked for earlier and take fewer
+            registers. Not timed yet: no launch function picks it.
     """
 
     block_rows: int
@@ -66,6 +74,10 @@ class RmsNormLaunch:
     max_registers: int = 0
     load: str = ""
     blocks: int = 1
+    load_weight: str = ""
+    again: bool = False
+    rsqrt: bool = False
+    once: bool = False
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
