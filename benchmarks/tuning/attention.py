@@ -93,10 +93,8 @@ def _backward(
 def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch, ...]:
     """Numbers of consumers, stages and tiles of queries; sections."""
     section = hopper_forward_launch(head_dim, length, KNOWN_PROFILES[90]).section_bytes
-    if head_dim == 64:
-        choices = [(3, 3, 2), (2, 3, 2), (3, 2, 1), (3, 3, 1), (3, 2, 2), (3, 4, 2), (2, 2, 1)]
-    else:
-        choices = [(2, 2, 1), (2, 2, 2)]
+    # At head_dim 128 shared memory has no room for a third stage of 128 keys.
+    choices = [(3, 3, 2), (2, 3, 2), (3, 3, 1), (3, 4, 2), (2, 2, 1)] if head_dim == 64 else [(2, 2, 1)]
     launches = [HopperForwardLaunch(consumers, 128, stages, section, tiles) for consumers, stages, tiles in choices]
     sections = [dataclasses.replace(launches[0], section_bytes=s * MIB) for s in (16, 20, 24, 32) if s * MIB != section]
     return (*launches, *sections)

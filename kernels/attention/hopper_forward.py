@@ -158,7 +158,8 @@ def _pass_over(
     """Hands back `blocks` blocks that only other consumers need. Gives the number of blocks done.
 
     It does not wait for them. By taking its turns it stays near enough to the others: who still reads what was in the
-    slot before is waited for by the producer, for its queries if not for this slot.
+    slot before is waited for by the producer, for its queries if not for this slot. With two stages this takes two
+    consumers and one buffer of queries (HopperForwardLaunch).
     """
     for _ in range(blocks):
         slot = done % STAGES

@@ -21,7 +21,7 @@ class HopperForwardLaunch:
     Attributes:
         consumers: warpgroups that multiply, of 64 queries each; 2 or 3.
         block_n: keys a block.
-        stages: key and value blocks in flight.
+        stages: key and value blocks in flight; 3 or more, but 2 will do for two consumers with one buffer of queries.
         section_bytes: keys and values of the heads that are worked on together, to fit in L2 with room to spare.
         query_buffers: 1, or 2 to load a tile's queries while the one before still needs its own.
     """
@@ -31,6 +31,11 @@ class HopperForwardLaunch:
     stages: int
     section_bytes: int
     query_buffers: int = 1
+
+    def __post_init__(self) -> None:
+        """Who passes over blocks (hopper_forward.py) would hand back a slot that another consumer still reads."""
+        if self.stages < 3 and (self.consumers > 2 or self.query_buffers > 1):
+            raise ValueError(f"{self}: expected three stages, or two consumers and one buffer of queries")
 
     @property
     def joint(self) -> bool:

@@ -148,7 +148,7 @@ LAUNCHES = [
     HopperForwardLaunch(2, 128, 2, 0),
     HopperForwardLaunch(2, 64, 3, 0, query_buffers=2),
     HopperForwardLaunch(3, 128, 3, 0, query_buffers=2),
-    HopperForwardLaunch(3, 64, 2, 0),
+    HopperForwardLaunch(3, 128, 3, 0),
 ]
 SHAPES = [  # lengths, heads, group, window
     ((64, 64), 5, 1, 0),
@@ -164,6 +164,18 @@ SHAPES = [  # lengths, heads, group, window
 def test_protocol(shape, launch):
     for seed in range(3):
         _Program(seed, launch, *shape).run()
+
+
+@pytest.mark.parametrize(("consumers", "query_buffers"), [(3, 1), (2, 2)])
+def test_two_stages_too_few_are_refused_and_found(consumers, query_buffers):
+    """A slot that was handed back by who passed a block over is overwritten while another consumer reads it."""
+    with pytest.raises(ValueError, match="three stages"):
+        HopperForwardLaunch(consumers, 128, 2, 0, query_buffers)
+    launch = HopperForwardLaunch(consumers, 128, 3, 0, query_buffers)
+    object.__setattr__(launch, "stages", 2)
+    with pytest.raises(AssertionError, match="overwritten too soon"):
+        for seed in range(60):
+            _Program(seed, launch, (500, 800), 2, 1, 150).run()
 
 
 FAULTS = faults((forward,))
