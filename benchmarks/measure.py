@@ -172,6 +172,8 @@ class RowRun:
         self.inputs: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         """The same values in other memory, for our kernels: what they leave in L2 helps nobody else."""
+        self.own_upstream: list[torch.Tensor] = []
+        """And the outputs' gradients."""
 
     def run(self, makers: dict[str, Maker]) -> list[Result]:
         """All directions of the row. Whatever a provider raises is its status; what the row's own set-up raises (no
@@ -179,9 +181,10 @@ class RowRun:
         started = time.monotonic()
         try:
             self.inputs = self.own = make_inputs(self.row, self.dtype, self.device)
+            self.upstream = self.own_upstream = make_upstream(self.row, self.inputs)
             if self.row.op in KEEPS_IN_L2:
                 self.own = make_inputs(self.row, self.dtype, self.device)
-            self.upstream = make_upstream(self.row, self.inputs)
+                self.own_upstream = make_upstream(self.row, self.own)
             expected = None if self.row.op == "adamw" else expect(self.row, self.inputs, self.upstream)
         except Exception as error:
             self.status = dict.fromkeys(makers, f"failed: {describe(error)}")
@@ -206,8 +209,9 @@ class RowRun:
         try:
             # A step changes the parameters: what the next one should give is known only now.
             wanted = expect(self.row, self.inputs, self.upstream) if expected is None else expected
-            call = maker(self.own if is_ours(name) else self.inputs)
-            results = run_call(call, self.upstream)
+            inputs, upstream = (self.own, self.own_upstream) if is_ours(name) else (self.inputs, self.upstream)
+            call = maker(inputs)
+            results = run_call(call, upstream)
         except NotOfferedError as error:
             self.status[name] = f"not timed: {error}"
             return
@@ -246,7 +250,7 @@ class RowRun:
                 measurement.status = "not timed: its backward pass overwrites what a second one needs"
                 continue
             try:
-                upstream = call.upstream(self.upstream)
+                upstream = call.upstream(self.own_upstream if is_ours(name) else self.upstream)
                 function = function_of(call, direction, upstream)
                 ms, measurement.extra_gib = _once(call, function, self.device)
             except Exception as error:
