@@ -346,8 +346,7 @@ def compile_in_a_process(program: str) -> list[list]:
 
 def test_compiles_for_hopper():
     """Each mask of the kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and
-    3.8 spill: in the forward kernel and in the backward ones at head_dim 128 (nearly) all of it between the loops that
-    multiply, in the backward ones at 64 a dozen loads in them."""
+    3.8 spill: only the backward kernels, that of calls that are not deterministic at head_dim 64 alone."""
     program = """
         import json, sys
         import torch
@@ -370,7 +369,7 @@ def test_compiles_for_hopper():
     assert len(hopper) == 6
     for name, head_dim, options, spills, warnings, shared in hopper:
         assert not warnings and shared <= 227 * 1024
-        limit = {"_hopper_forward_kernel": 160 if head_dim == 128 else 0, "_hopper_backward_kernel": 320}.get(name, 160)
+        limit = 320 if name == "_hopper_backward_kernel" else 160 if "backward" in name and head_dim == 64 else 0
         assert spills <= limit, (name, head_dim, options, spills)
 
 
