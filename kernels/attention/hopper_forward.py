@@ -333,7 +333,7 @@ def _hopper_forward_kernel(
     PRODUCER_REGISTERS: tl.constexpr, CONSUMER_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     declare_surpassed()
-    # Two consumers of 64 queries meet the same blocks of 128 keys, but where a window or a document ends in between.
+    # Two consumers of 64 queries mostly meet the same blocks of 128 keys, but where a window or a document ends.
     OWN_BLOCKS: tl.constexpr = CONSUMERS == 3 or PACKED or WINDOW
     q_s = ring(q_desc, Q_BUFFERS * CONSUMERS)
     o_s = ring(o_desc, CONSUMERS)

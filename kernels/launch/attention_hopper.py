@@ -90,11 +90,10 @@ class HopperBackwardLaunch:
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
     """Tiles of the forward kernel for sequences of `keys` keys, of documents the mean.
 
-    Measured on an H200, causal bf16, milliseconds, at head_dim 64. Two and three consumers: 0.1445 and 0.158 (32 x
+    Measured on an H200, causal bf16, milliseconds. Two and three consumers at head_dim 64: 0.1445 and 0.158 (32 x
     1024), 0.572 and 0.528 (4 x 4096), 0.410 and 0.377 (11 documents of 1489 keys, the mean); tiles of 192 queries read
-    keys less often, and waste more of a short row. Of three consumers two stages instead of three: 0.533 and 0.382; one
-    tile of queries instead of two 0.541 and 0.386. At 128 two tiles of queries take 0.792 for 0.784 (4 x 4096).
-    Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim 128 and 0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
+    keys less often, and waste more of a short row. Sections of 20 MiB take 0.268 at 16 x 1024 keys of head_dim 128 and
+    0.797 at 4 x 4096, of 32 MiB 0.275 and 0.799.
     """
     if head_dim == 64:
         consumers, section = (3, 24 if keys <= 4096 else 32) if keys > 1024 else (2, 24)
