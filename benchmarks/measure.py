@@ -198,6 +198,10 @@ class RowRun:
         self._took("timing", started)
         return results
 
+    def _given(self, name: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """A provider's inputs and the gradients of its outputs."""
+        return (self.own, self.own_upstream) if is_ours(name) else (self.inputs, self.upstream)
+
     def _took(self, part: str, started: float) -> float:
         """Notes what a part of the row took on the host; gives the time at which the next one begins."""
         now = time.monotonic()
@@ -209,7 +213,7 @@ class RowRun:
         try:
             # A step changes the parameters: what the next one should give is known only now.
             wanted = expect(self.row, self.inputs, self.upstream) if expected is None else expected
-            inputs, upstream = (self.own, self.own_upstream) if is_ours(name) else (self.inputs, self.upstream)
+            inputs, upstream = self._given(name)
             call = maker(inputs)
             results = run_call(call, upstream)
         except NotOfferedError as error:
@@ -250,7 +254,7 @@ class RowRun:
                 measurement.status = "not timed: its backward pass overwrites what a second one needs"
                 continue
             try:
-                upstream = call.upstream(self.own_upstream if is_ours(name) else self.upstream)
+                upstream = call.upstream(self._given(name)[1])
                 function = function_of(call, direction, upstream)
                 ms, measurement.extra_gib = _once(call, function, self.device)
             except Exception as error:

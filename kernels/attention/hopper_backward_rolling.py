@@ -14,6 +14,7 @@ from typing import Any
 from fuselm.kernels._triton import tl
 from fuselm.kernels.attention.hopper_common import (
     barrier_ring,
+    execute,
     fence_async_shared,
     gl,
     gluon_jit,
@@ -33,7 +34,7 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq, start_next, wait_for_last
+from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 _constexpr: Any = getattr(tl, "constexpr", int)  # without Triton this file is imported, but its kernel never compiled
 STAGES = _constexpr(2)  # of queries; the waits below count on two
@@ -340,8 +341,8 @@ def hopper_backward_rolling_kernel(
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, dk_out, dv_out)
     if CHAINED:
-        start_next()
-        wait_for_last()
+        execute("griddepcontrol.launch_dependents")  # as in hopper_dq.py
+        execute("griddepcontrol.wait")
     # fmt: off
     gl.warp_specialize(
         [

@@ -165,30 +165,24 @@ def matrix(buffer):
 
 
 @gluon_jit
+def execute(PTX: tl.constexpr):
+    """Executes an instruction for what it does: it gives nothing."""
+    gl.inline_asm_elementwise(
+        f"{PTX}; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon_jit
 def take_turn(ME: tl.constexpr):
     """Waits for `give_turn`, which may come first. Warps arrive at a named barrier (12 to 14; Triton uses those from 0
     on) one by one; before an arrival at an mbarrier, Triton brings those of a warpgroup together."""
-    gl.inline_asm_elementwise(
-        f"bar.sync {12 + ME}, 256; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.program_id(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    execute(gl.constexpr(f"bar.sync {12 + ME}, 256"))
 
 
 @gluon_jit
 def give_turn(OTHER: tl.constexpr):
     """Lets another consumer issue products: two warpgroups meet at its barrier, and the first one does not wait."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive {12 + OTHER}, 256; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.program_id(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    execute(gl.constexpr(f"bar.arrive {12 + OTHER}, 256"))
 
 
 @gluon_jit

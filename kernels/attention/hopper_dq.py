@@ -8,44 +8,10 @@ from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
 @jit
-def _start_next():
-    """Lets the next kernel be launched if it waits for this one by itself, once all programs are here or over."""
+def _execute(PTX: tl.constexpr):
+    """`execute` outside of Gluon."""
     tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        "=r,r",
-        [tl.program_id(0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@jit
-def _wait_for_last():
-    """Waits until the kernel before this one is over and what it wrote is there."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon_jit
-def start_next():
-    """`_start_next` in Gluon."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.program_id(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon_jit
-def wait_for_last():
-    """`_wait_for_last` in Gluon."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+        f"{PTX}; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -104,7 +70,7 @@ def attention_prepare_kernel(
     """A block of queries of one head a program, the last heads first: what the main kernel begins with is then still in
     L2."""
     if CHAINED:
-        _start_next()
+        _execute("griddepcontrol.launch_dependents")  # once all programs are here: the next one waits by itself
     _prepare_block(
         tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0),
         o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
@@ -123,7 +89,7 @@ def attention_prepare_documents_kernel(
 ):  # fmt: skip
     """The same, and the table of the tiles of keys, by the first `key_tiles` programs."""
     if CHAINED:
-        _start_next()
+        _execute("griddepcontrol.launch_dependents")  # once all programs are here: the next one waits by itself
     if tl.program_id(0) < key_tiles:
         table_entry(
             tl.program_id(0), key_tiles, table_ptr, cu_k_ptr, cu_q_ptr, keys, queries, documents, window,
@@ -149,7 +115,7 @@ def attention_finish_kernel(
     SCALED: the sums already hold the factor `scale`.
     """
     if CHAINED:
-        _wait_for_last()
+        _execute("griddepcontrol.wait")  # until the kernel before is over and what it wrote is there
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)

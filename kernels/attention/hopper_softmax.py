@@ -10,7 +10,7 @@ whose precision is relative.
 from __future__ import annotations
 
 from fuselm.kernels._triton import tl
-from fuselm.kernels.attention.hopper_common import gl, gluon_jit
+from fuselm.kernels.attention.hopper_common import execute, gl, gluon_jit
 
 
 @gluon_jit
@@ -85,9 +85,7 @@ def pin(x):
 @gluon_jit
 def declare_surpassed():
     """The predicate of `surpassed`, once a kernel, ahead of where it specializes its warps."""
-    gl.inline_asm_elementwise(
-        ".reg .pred surpassed; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    execute(".reg .pred surpassed")
 
 
 @gluon_jit
