@@ -21,7 +21,6 @@ from fuselm.kernels.attention.hopper_backward_rolling import STAGES, hopper_back
 from fuselm.kernels.attention.hopper_common import (
     LOG2E,
     barrier_ring,
-    empty_table,
     fence_async_shared,
     flat_descriptor,
     gl,
@@ -45,7 +44,6 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import (
     add_dq,
     attention_finish_kernel,
-    attention_prepare_documents_kernel,
     attention_prepare_kernel,
     multiply_dq,
     pass_turn,
@@ -351,38 +349,25 @@ def hopper_backward(
     turns = torch.empty(dq_sum.numel() // 4096 + 1 if deterministic else 1, dtype=torch.int32, device=q.device)
     given = lse2 if dlse2 is None else dlse2
     blocks = (queries, keys, heads, documents, query_tiles)
-    launch = hopper_backward_launch(head_dim, keys, profile, packed)
-    chained = launch.chained and not deterministic
-    prepared = (
-        out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
-        *_strides(out), *_strides(dout), *given.stride(), *blocks,
-    )  # fmt: skip
-    given_choices = {"HAS_DLSE": dlse2 is not None, "HEAD_DIM": head_dim, "BLOCK_M": block_m, "CHAINED": chained}
-    chain = {"launch_pdl": True} if chained else {}
     with torch.cuda.device_of(q):
-        if chained and cu_seqlens_k is not None:
-            table, tiles, by_work = empty_table(cu_seqlens_k, keys, 128)
-            attention_prepare_documents_kernel[(tiles + query_tiles * heads * batch,)](
-                *prepared, table, tiles, window,
-                SORTED=by_work, CAUSAL=causal, WINDOW=window > 0, **given_choices, num_warps=4,
-            )  # fmt: skip
-        else:
-            attention_prepare_kernel[(query_tiles * heads * batch,)](
-                *prepared, PACKED=packed, ORDERED=deterministic, **given_choices, num_warps=4
-            )
-            table, tiles = tile_table(
-                cu_seqlens_k, cu_seqlens_q, keys, queries, 128,
-                by_work=not deterministic, queries=False, causal=causal, window=window,
-            )  # fmt: skip
+        attention_prepare_kernel[(query_tiles * heads * batch,)](
+            out, dout, lse2, given, cu_seqlens_q, cu_seqlens_k, padded_lse2, delta, dq_sum, turns,
+            *_strides(out), *_strides(dout), *given.stride(), *blocks,
+            HAS_DLSE=dlse2 is not None, PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, ORDERED=deterministic,
+            num_warps=4,
+        )  # fmt: skip
+        table, tiles = tile_table(
+            cu_seqlens_k, cu_seqlens_q, keys, queries, 128,
+            by_work=not deterministic, queries=False, causal=causal, window=window,
+        )  # fmt: skip
         instances = batch * kv_heads
         kernel, programs, section, choices = _hopper_backward_kernel, instances * tiles, instances, {}
         if not deterministic:
+            launch = hopper_backward_launch(head_dim, keys, profile, packed)
             head_bytes = 2 * group * queries * head_dim * q.element_size()
             kernel, programs = hopper_backward_rolling_kernel, min(instances * tiles, profile.num_sms)
             section = heads_a_section(head_bytes, instances, launch.section_bytes)
-            choices = {
-                "HELD": launch.held, "DOWNWARD": launch.downward, "SCALED": not launch.late_scale, "CHAINED": chained,
-            }  # fmt: skip
+            choices = {"HELD": launch.held}
         descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),
@@ -399,11 +384,10 @@ def hopper_backward(
         kernel[(programs,)](
             *descriptors, dq_sum, turns, *outputs, *problem, scale, scale * LOG2E,
             PACKED=packed, CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, HEAD_DIM=head_dim, **choices,
-            num_warps=4, maxnreg=168, **chain,
+            num_warps=4, maxnreg=168,
         )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](
-            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks, scale,
-            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, SCALED=deterministic or not launch.late_scale,
-            CHAINED=chained, num_warps=4, **chain,
+            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
+            PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

@@ -14,7 +14,6 @@ from typing import Any
 from fuselm.kernels._triton import tl
 from fuselm.kernels.attention.hopper_common import (
     barrier_ring,
-    execute,
     fence_async_shared,
     gl,
     gluon_jit,
@@ -68,7 +67,7 @@ def short_tiles_last(position, heads, section, tiles, HELD: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr, counter_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HELD: tl.constexpr, DOWNWARD: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
     plan_full, plan_empty, kv_full, q_full, q_empty, do_full, _ds_full = barriers
@@ -123,8 +122,7 @@ def _produce(
         for member in range(group):
             head = kv_head * group + member
             padded = ((instance * group + member) * query_tiles + statistics + block_begin) * BLOCK_M
-            for step in range(count):
-                block = count - 1 - step if DOWNWARD else step + 0
+            for block in range(count):
                 row = (block_begin + block) * BLOCK_M
                 slot = done % STAGES
                 phase = done // STAGES & 1
@@ -159,7 +157,7 @@ def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
 def _consume(
     buffers, barriers, problem, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DOWNWARD: tl.constexpr, SCALED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_out, dv_out = outputs
@@ -207,7 +205,7 @@ def _consume(
         pair = used & 1
         k = matrix(k_s.index(2 * pair + ME))
         v = matrix(v_s.index(2 * pair + ME))
-        block = block_begin + count - 1 if DOWNWARD else block_begin + 0
+        block = block_begin
         if count > 0:
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
@@ -259,20 +257,14 @@ def _consume(
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
-            add_dq(dq_ptr, dq * scale if SCALED else dq, dq_row, ME, HEAD_DIM)
+            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
             dq_row = padded + block * BLOCK_M
-            if DOWNWARD:
-                block -= 1
-                if block < block_begin:  # on to the next head
-                    block = block_begin + count - 1
-                    padded += query_tiles * BLOCK_M
-            else:
-                block += 1
-                if block == block_begin + count:
-                    block = block_begin
-                    padded += query_tiles * BLOCK_M
+            block += 1
+            if block == block_begin + count:  # on to the next head
+                block = block_begin
+                padded += query_tiles * BLOCK_M
         passed += group * count
         used += gl.where(count > 0, 1, 0)
         if HEAD_DIM == 64:
@@ -302,7 +294,7 @@ def _consume(
         mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(dq_ptr, dq * scale if SCALED else dq, dq_row, ME, HEAD_DIM)
+        add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
     if HEAD_DIM == 64:
         tma.store_wait(0)
 
@@ -314,7 +306,7 @@ def hopper_backward_rolling_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HELD: tl.constexpr, DOWNWARD: tl.constexpr, SCALED: tl.constexpr, CHAINED: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -340,18 +332,15 @@ def hopper_backward_rolling_kernel(
     barriers = (plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, dk_out, dv_out)
-    if CHAINED:
-        execute("griddepcontrol.launch_dependents")  # as in hopper_dq.py
-        execute("griddepcontrol.wait")
     # fmt: off
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, DOWNWARD, SCALED)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, DOWNWARD, SCALED)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD, DOWNWARD)),
+                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD)),
         ],
         [4, 1],
         [240, 24],

@@ -341,12 +341,13 @@ def _work(first, rows, others, window, QUERIES: tl.constexpr, CAUSAL: tl.constex
     return tl.where(first < rows, tl.maximum(end - begin, 0), -1)
 
 
-@jit
-def table_entry(
-    tile, tiles, table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
+@jit(do_not_specialize=["rows", "others", "documents", "window"])
+def _tile_table_kernel(
+    table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
     SORTED: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes what `tile_table` says of one of `tiles` tiles."""
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
     first, length, begin, other_length, other_begin = locate(
         tile, cu_rows_ptr, cu_others_ptr, rows, others, documents, True, BLOCK
     )
@@ -372,24 +373,6 @@ def table_entry(
     tl.store(entry + 4, other_begin)
     tl.store(entry + 5, tile - begin // BLOCK - first // BLOCK)
     tl.store(table_ptr + tiles * 8, 0, mask=tile == 0)
-
-
-@jit(do_not_specialize=["rows", "others", "documents", "window"])
-def _tile_table_kernel(
-    table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
-    SORTED: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    table_entry(
-        tl.program_id(0), tl.num_programs(0), table_ptr, cu_rows_ptr, cu_others_ptr, rows, others, documents, window,
-        SORTED, QUERIES, CAUSAL, WINDOW, BLOCK,
-    )  # fmt: skip
-
-
-def empty_table(cu_rows: torch.Tensor, rows: int, block: int, by_work: bool = True) -> tuple[torch.Tensor, int, bool]:
-    """What `tile_table` fills, how many tiles there are, and whether they are to be sorted."""
-    tiles = rows // block + cu_rows.shape[0]
-    table = torch.empty((tiles + 1, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
-    return table, tiles, by_work and tiles <= SORTED_TILES
 
 
 def tile_table(
@@ -426,10 +409,11 @@ def tile_table(
     """
     if cu_rows is None or cu_others is None:
         return None, -(-rows // block)
-    table, tiles, by_work = empty_table(cu_rows, rows, block, by_work)
+    tiles = rows // block + cu_rows.shape[0]
+    table = torch.empty((tiles + 1, TABLE_COLUMNS), dtype=torch.int32, device=cu_rows.device)
     _tile_table_kernel[(tiles,)](
         table, cu_rows, cu_others, rows, others, cu_rows.shape[0] - 1, window,
-        SORTED=by_work, QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block,
+        SORTED=by_work and tiles <= SORTED_TILES, QUERIES=queries, CAUSAL=causal, WINDOW=window > 0, BLOCK=block,
         num_warps=1,
     )  # fmt: skip
     return table, tiles

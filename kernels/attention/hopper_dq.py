@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
-from fuselm.kernels.attention.hopper_common import gl, gluon_jit, matrix, table_entry, thread_barrier, warpgroup_mma
+from fuselm.kernels.attention.hopper_common import gl, gluon_jit, matrix, thread_barrier, warpgroup_mma
 from fuselm.kernels.attention.tiles import load_tile, locate, store_tile
 
 
-@jit
-def _execute(PTX: tl.constexpr):
-    """`execute` outside of Gluon."""
-    tl.inline_asm_elementwise(
-        f"{PTX}; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
-def _prepare_block(
-    program, blocks,
+@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
+def attention_prepare_kernel(
     o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
     o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
     queries, keys, heads, documents, tiles,
     HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Of block number `program` of `blocks`: delta, lse2 in whole blocks, zeros for dQ and turns or the counter."""
+    """Of one block of queries and one head: delta, lse2 in whole blocks, zeros for dQ and turns or the counter.
+
+    The last heads first: what the main kernel begins with is then still in L2.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
     head = instance % heads
@@ -54,68 +49,18 @@ def _prepare_block(
     if ORDERED:
         PIECES: tl.constexpr = BLOCK_M * HEAD_DIM // 4096
         tl.store(turns_ptr + (instance * tiles + tile) * PIECES + tl.arange(0, PIECES), tl.zeros([PIECES], tl.int32))
-        tl.store(turns_ptr + blocks * PIECES, 0, mask=program == 0)
+        tl.store(turns_ptr + tl.num_programs(0) * PIECES, 0, mask=program == 0)
     else:
         tl.store(turns_ptr, 0, mask=program == 0)
 
 
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
-def attention_prepare_kernel(
-    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
-    o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
-    queries, keys, heads, documents, tiles,
-    HAS_DLSE: tl.constexpr, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    ORDERED: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """A block of queries of one head a program, the last heads first: what the main kernel begins with is then still in
-    L2."""
-    if CHAINED:
-        _execute("griddepcontrol.launch_dependents")  # once all programs are here: the next one waits by itself
-    _prepare_block(
-        tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0),
-        o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
-        o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
-        queries, keys, heads, documents, tiles, HAS_DLSE, PACKED, HEAD_DIM, BLOCK_M, ORDERED,
-    )  # fmt: skip
-
-
-@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles", "key_tiles", "window"])
-def attention_prepare_documents_kernel(
-    o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
-    o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
-    queries, keys, heads, documents, tiles, table_ptr, key_tiles, window,
-    HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    SORTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The same, and the table of the tiles of keys, by the first `key_tiles` programs."""
-    if CHAINED:
-        _execute("griddepcontrol.launch_dependents")  # once all programs are here: the next one waits by itself
-    if tl.program_id(0) < key_tiles:
-        table_entry(
-            tl.program_id(0), key_tiles, table_ptr, cu_k_ptr, cu_q_ptr, keys, queries, documents, window,
-            SORTED, False, CAUSAL, WINDOW, 128,
-        )  # fmt: skip
-    else:
-        _prepare_block(
-            tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(0) - key_tiles,
-            o_ptr, do_ptr, lse2_ptr, dlse2_ptr, cu_q_ptr, cu_k_ptr, padded_lse2_ptr, delta_ptr, dq_sum_ptr, turns_ptr,
-            o_batch, o_row, o_head, do_batch, do_row, do_head, dlse_batch, dlse_head, dlse_row,
-            queries, keys, heads, documents, tiles, HAS_DLSE, True, HEAD_DIM, BLOCK_M, False,
-        )  # fmt: skip
-
-
-@jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def attention_finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
-    queries, keys, heads, documents, tiles, scale,
-    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, SCALED: tl.constexpr, CHAINED: tl.constexpr,
+    queries, keys, heads, documents, tiles,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: dQ in its dtype; the last heads first, whose sums are still in L2.
-
-    SCALED: the sums already hold the factor `scale`.
-    """
-    if CHAINED:
-        _execute("griddepcontrol.wait")  # until the kernel before is over and what it wrote is there
+    """Of one block of queries and one head: dQ in its dtype; the last heads first, whose sums are still in L2."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
@@ -129,8 +74,6 @@ def attention_finish_kernel(
     blocks = tl.reshape(flat, [BLOCK_M // 64, HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
     blocks = tl.permute(blocks, (0, 3, 6, 4, 1, 2, 5, 7))
     dq = tl.reshape(blocks, [BLOCK_M, HEAD_DIM])
-    if not SCALED:
-        dq = dq * scale
     dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
     store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
 

@@ -71,20 +71,10 @@ class HopperBackwardLaunch:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
             in hopper_backward_rolling.py).
-        downward: whether a tile of keys goes from its last block of queries to its first. Without a window all tiles of
-            a head then begin at the same block, and find in L2 what another has just read; they also add to the same
-            dQ.
-        late_scale: whether the factor of dQ is left to the last kernel, which waits for memory, instead of the main
-            one, where it is one instruction in a thread for each of 32 numbers a block.
-        chained: whether the main and the last kernel are launched while the one before still runs, and wait for its end
-            by themselves (programmatic dependent launch); with documents the first kernel also writes their table.
     """
 
     section_bytes: int | None
     held: int = 0
-    downward: bool = False
-    late_scale: bool = False
-    chained: bool = False
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:

@@ -100,10 +100,9 @@ def cases(head_dim: int) -> list[dict]:
         # tiles of keys that no query sees, between others, more than programs
         {"lengths": (70, 1100), "heads": (16, 16), "batch": 10, "window": 33},
     ]
-    tried = {"downward": True, "late_scale": True, "chained": True}
     backward = [  # also one group of heads at a time, and short tiles at the end
         {"only": "backward", "launch": launch, **case}
-        for launch in ({}, {"section_bytes": 1}, {"held": 0}, {"section_bytes": 1, "held": 4}, tried)
+        for launch in ({}, {"section_bytes": 1}, {"held": 0}, {"section_bytes": 1, "held": 4})
         for case in rolling
     ]
     causal = [

@@ -21,11 +21,7 @@ from fuselm.kernels._triton import KNOWN_PROFILES
 from fuselm.kernels.attention import hopper_common as common
 from fuselm.kernels.attention.api import explain_kernel, prefer_hopper
 from fuselm.kernels.attention.hopper_backward_rolling import short_tiles_last as short_tiles_last_jitted
-from fuselm.kernels.attention.hopper_dq import (
-    attention_finish_kernel,
-    attention_prepare_documents_kernel,
-    attention_prepare_kernel,
-)
+from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
 
@@ -268,8 +264,8 @@ def test_tile_table_of_empty_documents(lengths, behind, device, monkeypatch):
             assert most > 1 or order == list(range(tiles))
 
 
-@pytest.mark.parametrize(("head_dim", "block_m", "scaled"), [(64, 128, True), (128, 64, False)])
-def test_dq_out_of_the_registers_order(head_dim, block_m, scaled, device):
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
+def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     """The last kernel puts back in order what the consumers' threads added block by block, 64 x 64 numbers as the
     registers of a 64-row product hold them: four a thread, of rows r and r + 8, columns c and c + 1."""
     queries, heads = block_m + 5, 2
@@ -285,40 +281,10 @@ def test_dq_out_of_the_registers_order(head_dim, block_m, scaled, device):
     added[..., order.flatten().to(device)] = blocks.flatten(-2)
     dq = torch.empty(1, queries, heads, head_dim, device=device)
     attention_finish_kernel[(2 * heads,)](
-        added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2, 0.5,
-        PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, SCALED=scaled, CHAINED=False, num_warps=4,
+        added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2,
+        PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
     )  # fmt: skip
-    assert torch.equal(dq, exact[:, :queries] * (1.0 if scaled else 0.5))
-
-
-def test_prepared_with_the_table(device):
-    """One kernel writes what the first kernel and `tile_table` write, bit by bit."""
-    cu_q, cu_k = (torch.tensor(b, dtype=torch.int32, device=device) for b in ((0, 5, 5, 70), (0, 130, 150, 150)))
-    queries, keys, heads, documents = 80, 160, 2, 3
-    query_tiles = queries // 64 + documents + 1
-    out, dout = torch.randn(2, 1, queries, heads, 128, device=device)
-    lse2 = torch.randn(1, heads, queries, device=device)
-    results = []
-    for joint in (False, True):
-        rows = query_tiles * heads * 64
-        written = [torch.full(shape, 7.0, device=device) for shape in ((rows,), (rows,), (rows, 128))]
-        counter = torch.ones(1, dtype=torch.int32, device=device)
-        arguments = (
-            out, dout, lse2, lse2, cu_q, cu_k, *written, counter, *out.stride()[:3], *dout.stride()[:3],
-            *lse2.stride(), queries, keys, heads, documents, query_tiles,
-        )  # fmt: skip
-        choices = {"HAS_DLSE": False, "HEAD_DIM": 128, "BLOCK_M": 64, "CHAINED": False}
-        if joint:
-            table, tiles, by_work = common.empty_table(cu_k, keys, 128)
-            attention_prepare_documents_kernel[(tiles + query_tiles * heads,)](
-                *arguments, table, tiles, 0, SORTED=by_work, CAUSAL=True, WINDOW=False, **choices
-            )
-        else:
-            attention_prepare_kernel[(query_tiles * heads,)](*arguments, PACKED=True, ORDERED=False, **choices)
-            table, tiles = common.tile_table(cu_k, cu_q, keys, queries, 128, queries=False, causal=True, window=0)
-        assert table is not None and counter.item() == 0 and not written[2].any()
-        results.append([*written, table[:tiles, :6], table[tiles, :1]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(dq, exact[:, :queries])
 
 
 def test_why_not_hopper(device):

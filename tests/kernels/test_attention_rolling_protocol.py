@@ -77,12 +77,11 @@ class _Program:
         group: int,
         window: int = 0,
         held: int = 0,
-        downward: bool = False,
         change: Change | None = None,
     ) -> None:
         self.machine = machine = Machine(seed)
         self.head_dim, self.heads, self.group, self.block_m = head_dim, heads, group, 8192 // head_dim
-        (self.queries, self.keys), self.window, self.downward = lengths, window, downward
+        (self.queries, self.keys), self.window = lengths, window
         self.tiles, self.query_tiles = -(-self.keys // 128), -(-self.queries // self.block_m)
         self.taken = 0
         self.added: list[tuple[int, Block, int]] = []  # consumer, keys of the tile's first half, row of dQ
@@ -112,7 +111,7 @@ class _Program:
         self.run_kernel: Callable[[], Any] = lambda: kernel(
             *descs, VALUE, VALUE, *outputs, VALUE, *lengths, heads, group, heads, 2, self.tiles, self.query_tiles,
             window, 1.0, 1.0, PACKED=False, CAUSAL=True, WINDOW=window > 0, BLOCK_M=self.block_m, HEAD_DIM=head_dim,
-            HELD=held, DOWNWARD=downward, SCALED=not downward, CHAINED=False,
+            HELD=held,
         )  # fmt: skip
 
     # What the kernel calls
@@ -180,7 +179,7 @@ class _Program:
                 blocks = [
                     (0, block * self.block_m, kv_head * self.group + member, 0)
                     for member in range(self.group)
-                    for block in range(begin, begin + count)[:: -1 if self.downward else 1]
+                    for block in range(begin, begin + count)
                 ]
                 keys = ("k", 0, tile * 128, kv_head, 0)
                 added += [(me, keys, self.row_of(("q", *block))) for me in range(2) for block in blocks]
@@ -192,16 +191,14 @@ class _Program:
         assert sorted(self.stored) == sorted(stored), "dK and dV are not those of all blocks, stored once"
 
 
-SHAPES = [  # lengths, heads, group, window, held, downward; with the window, most tiles of keys have no queries
+SHAPES = [  # lengths, heads, group, window, held; with the window, most tiles of keys have no queries
     ((64, 64), 5, 1, 0),
     ((128, 128), 5, 1, 0),
     ((1024, 1024), 2, 1, 0),
-    ((300, 300), 3, 2, 0, 4, True),
+    ((300, 300), 3, 2, 0, 4),
     ((128, 500), 3, 1, 0),
     ((500, 130), 3, 2, 0),
-    ((500, 300), 2, 2, 0, 0, True),
     ((70, 500), 3, 2, 33),
-    ((70, 500), 3, 2, 33, 0, True),
 ]
 
 
