@@ -42,19 +42,12 @@ def _store(pointers, value, mask, EVEN: tl.constexpr):
 
 
 @jit
-def _load_weight_as(
-    weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr
-):  # fmt: skip
-    """[1, C] fp32: offset + weight, or ones. POLICY: an eviction policy or ""."""
+def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+    """[1, C] fp32: offset + weight, or ones."""
     if HAS_WEIGHT:
-        return _load_as(weight_ptr + col, mask, EVEN, POLICY) + tl.cast(offset, tl.float32)
+        return _load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
     else:
         return tl.full(col.shape, 1.0, tl.float32)
-
-
-@jit
-def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
-    return _load_weight_as(weight_ptr, col, mask, offset, HAS_WEIGHT, EVEN, "")
 
 
 @jit
@@ -117,14 +110,8 @@ def rms_norm_forward_kernel(
     STAGES: tl.constexpr,
     LATE_WEIGHT: tl.constexpr,
     LOAD: tl.constexpr,
-    LOAD_WEIGHT: tl.constexpr,
-    AGAIN: tl.constexpr,
-    RSQRT: tl.constexpr,
-    ONCE: tl.constexpr,
 ):
-    """Whole rows in registers: one read, one write. LOAD, LOAD_WEIGHT: what caches are told of the rows and of a late
-    weight as they are read. AGAIN: the rows, without a residual, are read a second time, out of L1, to be scaled. ONCE:
-    a program has one block of rows."""
+    """Whole rows in registers: one read, one write. LOAD: what L2 is told of rows that are read."""
     PARTS: tl.constexpr = BLOCKS + (BLOCK_TAIL > 0)
     first = tl.program_id(0) * BLOCK_ROWS
     weights = ()
@@ -140,10 +127,7 @@ def rms_norm_forward_kernel(
             col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
             weights += (_load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),)
     step = tl.num_programs(0) * BLOCK_ROWS
-    end = rows
-    if ONCE:
-        end, step = first + 1, 1  # a loop that the compiler takes away
-    for start in tl.range(first, end, step, num_stages=STAGES):  # pyright: ignore
+    for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         x = x_ptr + _row_offset(row, inner, x_stride_outer, x_stride_inner)
         residual = residual_ptr + _row_offset(row, inner, residual_stride_outer, residual_stride_inner)
@@ -162,10 +146,7 @@ def rms_norm_forward_kernel(
         total = tl.sum(squares, 1, keep_dims=True)
         if BLOCK_TAIL > 0:
             total += tl.sum(values[BLOCKS] * values[BLOCKS], 1, keep_dims=True)
-        if RSQRT:
-            rstd = tl.rsqrt(total / N + tl.cast(eps, tl.float32))
-        else:
-            rstd = 1.0 / tl.sqrt_rn(total / N + tl.cast(eps, tl.float32))
+        rstd = 1.0 / tl.sqrt_rn(total / N + tl.cast(eps, tl.float32))
         if BLOCKS > 1:
             # By a lane of each row's warp, lest the rows meet in shared memory.
             lane = tl.arange(0, 32)[None, :]
@@ -179,19 +160,12 @@ def rms_norm_forward_kernel(
                 if BLOCKS > 1:  # lest its layout be another one than that of the rows, which lie in a warp each
                     col = tl.broadcast_to(col, [BLOCK_ROWS, BLOCK_N])
                 factors += (
-                    _load_weight_as(
-                        weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N, LOAD_WEIGHT
-                    ),
+                    _load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),
                 )
         for part in tl.static_range(PARTS):  # pyright: ignore
             col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
-            value = values[part]
-            if AGAIN and not HAS_RESIDUAL:
-                value = _load_as(
-                    x + col, (row < rows) & exists, EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N, "",
-                )  # fmt: skip
             _store(
-                y_ptr + out + col, value * rstd * factors[part], (row < rows) & exists,
+                y_ptr + out + col, values[part] * rstd * factors[part], (row < rows) & exists,
                 EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N,
             )  # fmt: skip
 

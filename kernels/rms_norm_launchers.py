@@ -138,10 +138,6 @@ def launch_forward(
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
                 LOAD=launch.load,
-                LOAD_WEIGHT=launch.load_weight,
-                AGAIN=launch.again,
-                RSQRT=launch.rsqrt,
-                ONCE=launch.once and programs == blocks,
                 num_warps=launch.num_warps,
             )
         else:

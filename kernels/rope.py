@@ -89,11 +89,8 @@ def _rotate(
         and all(count % size == 0 for count in heads)
     )
     parts, blocks = sum(-(-count // size) for count in heads), -(-seq_len // launch.block_tokens)
-    wide = launch.wide if heads[0] and heads[0] % (launch.wide * size) == launch.block_tokens % launch.wide == 0 else 1
-    sequences = launch.sequences if positions is None and batch % launch.sequences == 0 else 1
-    registers = {"maxnreg": launch.max_registers} if launch.max_registers else {}
     with launch_device(present):
-        rope_kernel[(parts * (batch // sequences) * blocks,)](
+        rope_kernel[(parts * batch * blocks,)](
             *sources,
             *targets,
             cos,
@@ -116,11 +113,8 @@ def _rotate(
             BLOCK_HEADS=size,
             BLOCK_HALF=launch.block_half,
             LOAD=launch.load,
-            WIDE=wide,
-            SEQUENCES=sequences,
             num_warps=launch.num_warps,
             num_stages=1,
-            **registers,
         )
 
 

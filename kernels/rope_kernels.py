@@ -85,9 +85,8 @@ def _heads_tile(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     LOAD: tl.constexpr,  # an eviction policy or ""
-    SEQUENCES: tl.constexpr,
 ):
-    """Rotates, or copies, BLOCK_HEADS heads of a block of tokens, the same ones of SEQUENCES sequences."""
+    """Rotates, or copies, BLOCK_HEADS heads of a block of tokens."""
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
     exists = (tokens < seq_len) & (column < HALF)  # [T, 1, HALF]
@@ -95,16 +94,12 @@ def _heads_tile(
     mask = exists & (head < HEADS)  # [T, H, HALF]
     x = x_ptr + batch * stride_batch + tokens * stride_token + head * stride_head + column.to(tl.int64) * stride_dim
     far = tl.cast(HALF, tl.int64) * stride_dim
-    halves = ()
-    for _ in tl.static_range(SEQUENCES):  # pyright: ignore
-        if EVEN:
-            x1 = tl.load(x, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
-            x2 = tl.load(x + far, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
-        else:
-            x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
-            x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
-        halves += (x1, x2)
-        x += stride_batch
+    if EVEN:
+        x1 = tl.load(x, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
+    else:
+        x1 = tl.load(x, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
+        x2 = tl.load(x + far, mask=mask, other=0.0, eviction_policy=LOAD)  # pyright: ignore[reportArgumentType]
     if ROTATE:
         # After the heads: these come from memory, the angles of most programs from L2.
         cos, sin = load_angles(
@@ -113,19 +108,16 @@ def _heads_tile(
         )  # fmt: skip
         if INVERSE:
             sin *= -1.0
-    for i in tl.static_range(SEQUENCES):  # pyright: ignore
-        x1, x2 = halves[2 * i], halves[2 * i + 1]
-        if ROTATE:
-            a, b = turn(x1.to(tl.float32), x2.to(tl.float32), cos, sin)  # pyright: ignore
-            x1 = a.to(out_ptr.dtype.element_ty)
-            x2 = b.to(out_ptr.dtype.element_ty)
-        out = out_ptr + ((batch + i) * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
-        if EVEN:
-            tl.store(out, x1)
-            tl.store(out + HALF, x2)
-        else:
-            tl.store(out, x1, mask=mask)
-            tl.store(out + HALF, x2, mask=mask)
+        a, b = turn(x1.to(tl.float32), x2.to(tl.float32), cos, sin)
+        x1 = a.to(out_ptr.dtype.element_ty)
+        x2 = b.to(out_ptr.dtype.element_ty)
+    out = out_ptr + (batch * seq_len + tokens) * out_stride_token + head * HEAD_DIM + column
+    if EVEN:
+        tl.store(out, x1)
+        tl.store(out + HALF, x2)
+    else:
+        tl.store(out, x1, mask=mask)
+        tl.store(out + HALF, x2, mask=mask)
 
 
 @jit
@@ -170,12 +162,9 @@ def rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     LOAD: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
 ):
-    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of SEQUENCES
-    sequences. 0 heads leave a part out. EVEN: every tile is full. WIDE: of q that many times the heads, of as many
-    fewer tokens; both numbers divide evenly."""
+    """One program: BLOCK_HEADS heads, all of q, of k, or of v (which is copied), of BLOCK_TOKENS tokens of a sequence.
+    0 heads leave a part out. EVEN: every tile is full."""
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     K_BLOCKS: tl.constexpr = (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     V_BLOCKS: tl.constexpr = (V_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -183,26 +172,12 @@ def rope_kernel(
     block = tl.program_id(0) // (Q_BLOCKS + K_BLOCKS + V_BLOCKS)
     blocks = tl.cdiv(seq_len, BLOCK_TOKENS)
     batch = (block // blocks).to(tl.int64)
-    if SEQUENCES > 1:
-        batch *= SEQUENCES
     block = block % blocks
     tokens = block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
     position = load_positions(
         positions_ptr, batch, tokens, seq_len, offset, positions_stride_batch, positions_stride_token, HAS_POSITIONS
     )
     if part < Q_BLOCKS:
-        Q_TOKENS: tl.constexpr = BLOCK_TOKENS // WIDE
-        first_head = part * BLOCK_HEADS
-        q_tokens, q_position = tokens, position
-        if WIDE > 1:
-            GROUPS: tl.constexpr = Q_BLOCKS // WIDE
-            first_head = part % GROUPS * (BLOCK_HEADS * WIDE)
-            first_token = block * BLOCK_TOKENS + part // GROUPS * Q_TOKENS
-            q_tokens = first_token.to(tl.int64) + tl.arange(0, Q_TOKENS)[:, None, None]
-            q_position = load_positions(
-                positions_ptr, batch, q_tokens, seq_len, offset, positions_stride_batch, positions_stride_token,
-                HAS_POSITIONS,
-            )  # fmt: skip
         _heads_tile(
             q_ptr,
             q_out_ptr,
@@ -214,22 +189,21 @@ def rope_kernel(
             q_stride_dim,
             q_out_stride_token,
             batch,
-            q_tokens,
-            q_position,
+            tokens,
+            position,
             seq_len,
             table_len,
-            first_head,
+            part * BLOCK_HEADS,
             Q_HEADS,
             HEAD_DIM,
             True,
             INVERSE,
             HAS_POSITIONS,
             EVEN,
-            Q_TOKENS,
-            BLOCK_HEADS * WIDE,
+            BLOCK_TOKENS,
+            BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            SEQUENCES,
         )
     elif part < Q_BLOCKS + K_BLOCKS:
         _heads_tile(
@@ -258,7 +232,6 @@ def rope_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            SEQUENCES,
         )
     elif V_HEADS > 0:
         _heads_tile(
@@ -287,5 +260,4 @@ def rope_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             LOAD,
-            SEQUENCES,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -84,23 +83,8 @@ def _thirds(third: int, rows: int = 4) -> RmsNormLaunch:
     return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3)
 
 
-def _variants(launch: RmsNormLaunch) -> tuple[RmsNormLaunch, ...]:
-    """A launch; it without a loop; that with a weight that stays in L1, with a shorter way to rstd, with both, and with
-    rows that are read again instead of kept."""
-    once = dataclasses.replace(launch, once=True)
-    short = dataclasses.replace(once, load_weight="evict_last", rsqrt=True)
-    return (
-        launch,
-        once,
-        dataclasses.replace(once, load_weight="evict_last"),
-        dataclasses.replace(once, rsqrt=True),
-        short,
-        dataclasses.replace(short, again=True),
-    )
-
-
 _FORWARD = {
-    (65536, 768): (*_variants(_thirds(256)), *_variants(_thirds(256, 8))[-1:]),
+    (65536, 768): (_thirds(256), _thirds(256, 8), RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last")),
     (65536, 1536): (_thirds(512), _kept(1024, 2, 512), _kept(1024, 2, 512, late_weight=True)),
     (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
     (32768, 2048): (_kept(2048, 4, late_weight=True), _kept(2048, 2), _kept(2048, 4)),
@@ -109,7 +93,7 @@ _FORWARD = {
         ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
         (_kept(4096, 8, late_weight=True), _kept(4096, 4), RmsNormLaunch(1, 4096, 0, 8, late_weight=True)),
     ),
-    (8192, 8192): (*_variants(_kept(8192, 8, late_weight=True)), *_variants(_kept(8192, 16, late_weight=True))[-1:]),
+    (8192, 8192): (_kept(8192, 8, late_weight=True), RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
     (16384, 5120): (_kept(4096, 4, 1024), _kept(4096, 8, 1024), _kept(4096, 4, 1024, late_weight=True)),
     (16384, 4097): (_window(4096, 16, 8, SMS * 4, 64), _window(4096, 16, 8, SMS * 4, 64, 2)),
     (16384, 5121): (

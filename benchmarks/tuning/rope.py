@@ -17,9 +17,11 @@ SHAPES = (
     (4, 4096, 32, 8, 128),
     (8, 2048, 32, 8, 64),
     (32, 1024, 12, 12, 64),
+    (8, 1024, 12, 12, 64),
     (3, 1025, 24, 8, 128),
     (3, 1024, 24, 8, 128),
     (1, 4096, 32, 8, 128),
+    (1, 8192, 28, 4, 128),
 )
 
 Shape = tuple[int, int, int, int, int]
@@ -60,20 +62,14 @@ def _make(shape: Shape, direction: str, device: torch.device) -> tuple[Callable[
 
 
 def _candidates(shape: Shape) -> tuple[RopeLaunch, ...]:
-    """One vector of each half a thread, over four warps or two; with 40 registers all loads at once in fewer programs;
-    q in wider tiles (fewer angles read, longer pieces); the angles kept for two sequences."""
+    """One vector of each half a thread, over four warps, eight or two; heads that stay in L2, or nothing said."""
     _, _, _, kv_heads, head_dim = shape
     heads = 8 if kv_heads % 8 == 0 else 4
     half = head_dim // 2
-    tokens = 1024 // (heads * half)  # of four warps
-    return (
-        RopeLaunch(tokens, heads, half, 4, "evict_last"),
-        RopeLaunch(tokens, heads, half, 4, "evict_last", max_registers=40),
-        RopeLaunch(tokens, heads, half, 4, "evict_last", wide=2, max_registers=40),
-        RopeLaunch(tokens, heads, half, 4, "evict_last", wide=2, max_registers=32),
-        RopeLaunch(2 * tokens, heads, half, 8, "evict_last", wide=4, max_registers=40),
-        RopeLaunch(tokens, heads, half, 4, "evict_last", sequences=2),
-        RopeLaunch(tokens // 2, heads, half, 2, "evict_last"),
+    tokens = 512 // (heads * half)  # of two warps
+    return tuple(
+        RopeLaunch(tokens * parts, heads, half, 2 * parts, load)
+        for parts, load in ((2, "evict_last"), (4, "evict_last"), (1, "evict_last"), (2, ""))
     )
 
 

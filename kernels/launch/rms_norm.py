@@ -53,14 +53,6 @@ class RmsNormLaunch:
         load: forward: eviction policy of the rows that are read, "" or "evict_last".
         blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
             one warp: no lane is idle, and no warp waits for another.
-        load_weight: forward, with `late_weight`: eviction policy of the weight, "" or "evict_last", lest rows that are
-            the last to leave the L1 cache too drive it out. Not timed yet: no launch function picks one.
-        again: forward, without a residual: a row is read a second time, out of L1, to be scaled, so that no register
-            holds it meanwhile. Not timed yet: no launch function picks it.
-        rsqrt: forward: the approximate inverse square root, whose error is about that of a division. Not timed yet:
-            no launch function picks it.
-        once: forward, with a program a block of rows: no loop, so that loads are asked for earlier and take fewer
-            registers. Not timed yet: no launch function picks it.
     """
 
     block_rows: int
@@ -74,10 +66,6 @@ class RmsNormLaunch:
     max_registers: int = 0
     load: str = ""
     blocks: int = 1
-    load_weight: str = ""
-    again: bool = False
-    rsqrt: bool = False
-    once: bool = False
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
@@ -194,7 +182,8 @@ def forward_launch(
         return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
     if main == 2 * tail and tail * itemsize == 32 * _VECTOR_BYTES and not residual:
         # A row a warp in three blocks of a vector a lane. 65536 x 768: 0.0529, 0.0539 with two rows in 1024 columns of
-        # two warps, 0.0543 with two rows in 512 + 256 columns of one warp. With a residual 0.1004 for 0.0989.
+        # two warps, 0.0543 with two rows in 512 + 256 columns of one warp. With a residual 0.1004 for 0.0989. Without a
+        # loop, the weight kept in L1, rsqrt, rows read again: 0.0529 to 0.0541 (tune_rms_norm_once.json).
         block_rows = min(4, _power_of_two(rows))
         return RmsNormLaunch(block_rows, tail, 0, block_rows, late_weight=True, load=load, blocks=3)
     if tail and main == 2 * tail and (main == 512 if residual else main <= 512):

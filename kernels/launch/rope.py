@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from fuselm.kernels._triton import DeviceProfile
 from fuselm.kernels.launch.cache_hints import load_hint
 
-_THREADS = 128
-
 
 @dataclass(frozen=True)
 class RopeLaunch:
@@ -23,12 +21,6 @@ class RopeLaunch:
         block_half: half of head_dim, rounded up to a power of two.
         num_warps: warps a program.
         load: eviction policy of q, k and v as they are read, "" or "evict_last".
-        wide: of q that many times the heads, of as many fewer tokens, so that programs of all heads read fewer angles
-            and longer pieces; 1 where the numbers do not divide. Not timed yet: no launch function picks more.
-        sequences: sequences whose tokens a program takes with the same angles; 1 with positions, or where the number
-            of sequences does not divide. Not timed yet: no launch function picks more.
-        max_registers: registers a thread at most, 0 for what the compiler takes, which are so few that the angles come
-            in two turns. Not timed yet: no launch function picks another.
     """
 
     block_tokens: int
@@ -36,16 +28,15 @@ class RopeLaunch:
     block_half: int
     num_warps: int
     load: str = ""
-    wide: int = 1
-    sequences: int = 1
-    max_registers: int = 0
 
 
 def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def rope_tile(seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, vectors: int) -> RopeLaunch:
+def rope_tile(
+    seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, vectors: int, warps: int = 4
+) -> RopeLaunch:
     """Tiles of (tokens, heads, head_dim / 2) in which each thread holds `vectors` 16-byte vectors of each half.
 
     Args:
@@ -55,16 +46,17 @@ def rope_tile(seq_len: int, heads: int, kv_heads: int, head_dim: int, itemsize: 
         head_dim: elements of a head, even.
         itemsize: bytes of an element.
         vectors: 16-byte loads of each half in flight a thread.
+        warps: warps a program, fewer where the sequence is too short for them.
     """
     block_half = _power_of_two(head_dim // 2)
     block_heads = math.gcd(heads, kv_heads, 8)  # no partial tile
     if block_heads == 1:
         block_heads = min(8, _power_of_two(max(heads, kv_heads)))
     per_thread = vectors * 16 // itemsize
-    elements = _THREADS * per_thread
+    elements = 32 * warps * per_thread
     block_tokens = max(1, min(elements // (block_heads * block_half), _power_of_two(seq_len)))
     tile = block_tokens * block_heads * block_half
-    num_warps = max(1, min(4, tile // (32 * per_thread)))
+    num_warps = max(1, min(warps, tile // (32 * per_thread)))
     return RopeLaunch(block_tokens, block_heads, block_half, num_warps)
 
 
@@ -80,4 +72,9 @@ def rope_launch(
     """
     del profile  # unused so far: the op is bound by memory on every device
     tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 1)
+    if tile.block_heads == 4 and head_dim * itemsize == 128:
+        # 32 x 1024 tokens, 12 + 12 heads of 64: 0.0524 forward and backward, with four warps 0.0536 and 0.0530; where
+        # the runs of a token are twice as long, 8 x 2048, 32 + 8 heads of 64, 0.0454 and 0.0451 for 0.0446 and 0.0451
+        # (tune_rope_wide.json).
+        tile = rope_tile(seq_len, heads, kv_heads, head_dim, itemsize, 1, warps=2)
     return dataclasses.replace(tile, load=load_hint(head_dim // 2 * itemsize))

@@ -25,8 +25,6 @@ LAUNCHES = {
     "late weight, tail": RmsNormLaunch(1, 256, 64, 1, late_weight=True),
     "rows that stay in L2": RmsNormLaunch(1, 512, 0, 4, late_weight=True, load="evict_last"),
     "blocks, a row a warp": RmsNormLaunch(4, 128, 0, 4, late_weight=True, blocks=3),
-    "rows read again": RmsNormLaunch(2, 256, 64, 4, late_weight=True, load_weight="evict_last", again=True, rsqrt=True),
-    "blocks, read again, no loop": RmsNormLaunch(4, 128, 0, 4, late_weight=True, blocks=3, again=True, once=True),
     "one program": RmsNormLaunch(8, 512, 0, 4, 1),
     "one program, two rows": RmsNormLaunch(2, 256, 64, 4, 1),
     "chunked": RmsNormLaunch(1, 128, 0, 4, 3),

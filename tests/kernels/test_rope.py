@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fuselm.kernels._triton import KNOWN_PROFILES
-from fuselm.kernels.launch.rope import rope_launch
+from fuselm.kernels.launch.rope import RopeLaunch, rope_launch
 from fuselm.kernels.numerics import check_budget
 from fuselm.kernels.rope import rope, rope_reference
 from fuselm.kernels.specs.rope import ROPE
@@ -366,5 +366,9 @@ def test_launch_fills_threads_with_vectors():
         per_thread = launch.block_tokens * launch.block_heads * launch.block_half // (32 * launch.num_warps)
         assert per_thread * itemsize == 16 and launch.block_half == head_dim // 2
     assert rope_launch(1, 32, 8, 128, 2, profile).block_tokens == 1
+    # Two warps where a token's run in a tile is 512 bytes, four where it is longer.
+    assert rope_launch(1024, 12, 12, 64, 2, profile) == RopeLaunch(4, 4, 32, 2, "evict_last")
+    assert [rope_launch(1024, *shape, 2, profile).num_warps for shape in ((28, 4, 128), (32, 8, 64))] == [4, 4]
+    assert rope_launch(1, 12, 12, 64, 2, profile) == RopeLaunch(1, 4, 32, 1, "evict_last")
     # Halves of whole vectors, and others.
     assert [rope_launch(1024, 24, 8, dim, 2, profile).load for dim in (16, 128, 8, 20)] == ["evict_last"] * 2 + [""] * 2

@@ -54,19 +54,12 @@ def test_equals_rope_of_the_parts_bit_for_bit(shape, dtype, inplace, device, gen
 
 @pytest.mark.parametrize(
     "launch",
-    [
-        RopeLaunch(2, 2, 8, 1, sequences=2),
-        RopeLaunch(4, 4, 8, 1, "evict_last"),
-        RopeLaunch(1, 8, 16, 1),
-        RopeLaunch(4, 1, 8, 1, wide=4, sequences=2, max_registers=40),
-        RopeLaunch(2, 2, 8, 1, wide=2),
-    ],
+    [RopeLaunch(2, 2, 8, 1), RopeLaunch(4, 4, 8, 1, "evict_last"), RopeLaunch(1, 8, 16, 1)],
     ids=str,
 )
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_tiling_gives_the_same_bits(launch, inplace, device, generator, monkeypatch):
-    """Full tiles, partial ones of tokens and of heads, padded halves, wide ones of q, of two sequences; with positions,
-    one of them outside the table."""
+    """Full tiles, partial ones of tokens and of heads, padded halves; with positions, one of them outside the table."""
     leaf = _packed((2, 6), torch.bfloat16, generator)
     positions = torch.tensor([[0, 3, 11, 2, 1, 5], [7, 8, 12, 0, 0, 4]], device=device)
     for given in (positions,) if inplace else (None, positions):
