@@ -15,14 +15,14 @@ from fuselm.kernels.launch.cross_entropy import CrossEntropyLaunch, PartsLaunch,
 from fuselm.kernels.specs.cross_entropy import plain_cross_entropy
 
 # Shapes of the portable kernel on Hopper (for others: RINGS); 50257 and 128255 have rows that start anywhere, the first
-# few enough not to be divided.
-SHAPES = ((16384, 32000), (4095, 50257), (8192, 128255))
+# too few to be divided, and not as many as make whole lines.
+SHAPES = ((16384, 32000), (4095, 32768), (4095, 50257), (2047, 50257), (8192, 128255))
 CHECKED_ROWS = 64
 # logits a program handles at a time (512 a warp are two vectors of 8 bf16 a thread), warps, logits of the next row that
 # it asks L2 for
 LAUNCHES = {
     "wide": ((32768, 32), (32768, 32, 32768), (16384, 32)),
-    "middle": ((8192, 16), (4096, 16), (4096, 8), (8192, 32), (8192, 16, 8192), (8192, 16, 16384), (16384, 16)),
+    "middle": ((16384, 16), (8192, 16), (4096, 16), (4096, 8), (8192, 32), (8192, 16, 8192), (8192, 16, 16384)),
 }
 
 
@@ -102,4 +102,17 @@ TARGETS += [
         bytes_moved=2 * rows * vocab * 2,
     )
     for rows, vocab, candidates in RINGS
+]
+
+# How many of the rows are for the ring where they make no whole lines: all but the last 63, or all, which it refuses.
+DIVIDED = ((2111, 50257, (2048, 2111)), (1087, 50257, (1024, 1087)))
+TARGETS += [
+    Target(
+        name=f"cross_entropy divided, forward+backward {rows}x{vocab} bf16",
+        attribute="fuselm.kernels.cross_entropy_launchers.ring_rows",
+        candidates=candidates,
+        make=partial(_make, rows, vocab, "sum"),
+        bytes_moved=2 * rows * vocab * 2,
+    )
+    for rows, vocab, candidates in DIVIDED
 ]

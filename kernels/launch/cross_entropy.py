@@ -105,8 +105,9 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
 
 def ring_rows(rows: int, vocab: int) -> int:
     """How many of `rows` rows of `vocab` logits that lie side by side are for the ring: the most that make whole lines
-    of RING_COLUMNS. The others, fewer than RING_COLUMNS, have a launch of their own. It was not measured, and that it
-    pays from `_SPLIT_ROWS` rows on is a guess: fewer are offered to the ring as they are."""
+    of RING_COLUMNS. The others, fewer than RING_COLUMNS, have a launch of their own: loss and gradient of 4159 x 50257
+    bf16 on an H200 take 0.2562 ms so, all in the portable kernel 0.2704 (tune_cross_entropy_left_over.json). Fewer than
+    `_SPLIT_ROWS` rows are offered to the ring as they are; whether dividing them pays was not measured."""
     return rows if rows < _SPLIT_ROWS else rows - rows % (RING_COLUMNS // math.gcd(vocab, RING_COLUMNS))
 
 
