@@ -199,6 +199,15 @@ def test_the_next_row_is_asked_for_where_the_widest_rows_start_anywhere(device):
     assert cross_entropy_launch(50257, torch.bfloat16, profile, False, False).ahead == 0
 
 
+def test_rows_of_80_kb_that_start_anywhere_take_larger_blocks():
+    def block(vocab: int, aligned: bool, softcap: bool = False, dtype: torch.dtype = torch.bfloat16) -> int:
+        return cross_entropy_launch(vocab, dtype, KNOWN_PROFILES[90], softcap, aligned).block
+
+    assert [block(50257, aligned) for aligned in (False, True)] == [16384, 8192]
+    assert block(32769, False) == block(50257, False, softcap=True) == 8192
+    assert block(25000, False, dtype=torch.float32) == 8192
+
+
 _WIDE_ACCESSES = """
 import json, re, torch
 import fuselm.kernels.cross_entropy_launchers as launchers
