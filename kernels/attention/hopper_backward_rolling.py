@@ -320,7 +320,7 @@ def hopper_backward_rolling_kernel(
         out_s = ring(dk_out, 4)
     ds_layout: tl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-    plan = plan_ring()
+    plan = plan_ring(11)
     plan_full = barrier_ring(2, 1)
     plan_empty = barrier_ring(2, 2)
     kv_full = barrier_ring(4, 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuselm.kernels._triton import HAVE_TRITON, jit, tl
+from fuselm.kernels._triton import HAVE_TRITON, jit, tl, triton
 from fuselm.kernels.attention.tiles import locate
 
 HAVE_GLUON = HAVE_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None
@@ -38,10 +38,12 @@ warpgroup_mma_wait: Any = getattr(hopper, "warpgroup_mma_wait", None)
 # Triton 3.6 names the copies by where they go; later ones call them loads and stores.
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
+_constexpr: Any = getattr(tl, "constexpr", bool)  # without Triton this file is imported, but never compiled
 thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 LOG2E = 1.4426950408889634
+SPREAD = _constexpr(HAVE_GLUON and triton.__version__.startswith("3.6."))  # later ones check a view's size
 RAGGED = 2**30  # rows that a ragged descriptor counts; also the coordinate that its outermost dimension stays at
 _RAGGED_BOUND = 0x7FFF0000
 TABLE_COLUMNS = 8  # ints an entry of a tile table: six, padded to 32 bytes
@@ -131,23 +133,37 @@ def barrier_ring(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
 
 
 @gluon_jit
-def plan_ring():
-    """Two plans of 32 ints in shared memory, in which the producer tells the consumers what a tile is."""
-    return gl.allocate_shared_memory(gl.int32, [64, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def plan_ring(NUMBERS: tl.constexpr):
+    """Two plans of NUMBERS ints in shared memory, in which the producer tells the consumers what a tile is."""
+    places: tl.constexpr = gl.constexpr([2 * (NUMBERS + 31), 1])
+    return gl.allocate_shared_memory(gl.int32, places, gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon_jit
 def note(plan, slot, index: tl.constexpr, value):
-    """Writes a number of a plan, from a warp."""
-    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    plan.index(32 * slot + index).store(gl.zeros([1], gl.int32, one) + value)
+    """Writes a number of a plan, from a warp; they come in their order.
+
+    Where Triton lets them, the lanes write to a place each, of which the first counts, and the next numbers go over the
+    others: what is read was then written by the lane that arrives at the barrier. If all write the same place, they are
+    over as well by then, as Triton brings a warp together before its arrival; but compute-sanitizer's racecheck
+    takes only what the arriving lane did for done.
+    """
+    place = plan.index(plan.shape[0] // 2 * slot + index)
+    if SPREAD:
+        # Lanes 1 and 2 change over: else Triton takes stmatrix, which wants multiples of 16 bytes.
+        lanes: tl.constexpr = gl.DistributedLinearLayout([], [[2], [1], [4], [8], [16]], [], [], [32])
+        places = place._reinterpret(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        places.store(gl.full([32], value, gl.int32, lanes))
+    else:
+        one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        place.store(gl.zeros([1], gl.int32, one) + value)
 
 
 @gluon_jit
 def noted(plan, slot, index: tl.constexpr):
     """A number of a plan, for a warpgroup."""
     one: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    number = plan.index(32 * slot + index).load(one)
+    number = plan.index(plan.shape[0] // 2 * slot + index).load(one)
     # All threads have the same number, which ptxas learns from this alone: it then goes to a uniform register.
     number = gl.inline_asm_elementwise(
         "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1

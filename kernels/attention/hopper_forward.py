@@ -339,7 +339,7 @@ def _hopper_forward_kernel(
     o_s = ring(o_desc, CONSUMERS)
     k_s = ring(k_desc, STAGES)
     v_s = ring(v_desc, STAGES)
-    plan = plan_ring()
+    plan = plan_ring(20)
     plan_full = barrier_ring(2, 1)
     plan_empty = barrier_ring(2, CONSUMERS)
     q_full = barrier_ring(Q_BUFFERS * CONSUMERS, 1)

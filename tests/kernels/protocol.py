@@ -209,9 +209,9 @@ class Machine:
             "thread_barrier": self.gather,
             "warpgroup_mma_wait": self.wait_products,
             "barrier_ring": self.barriers,
-            "plan_ring": lambda: self.numbers(64),
-            "note": lambda plan, slot, index, value: plan.index(32 * slot + index).store(value),
-            "noted": lambda plan, slot, index: plan.index(32 * slot + index).load(),
+            "plan_ring": lambda numbers: self.numbers(2 * numbers),
+            "note": self.note,
+            "noted": lambda plan, slot, index: plan.index(2 * index + slot).load(),
             "matrix": lambda buffer: buffer,
         }
 
@@ -220,6 +220,12 @@ class Machine:
 
     def numbers(self, count: int) -> Ring:
         return Ring([Number(self) for _ in range(count)])
+
+    def note(self, plan: Ring, slot: int, index: int, value: Any) -> None:
+        """The plan's later numbers are lost: the lanes of a warp write to a place each."""
+        plan.index(2 * index + slot).store(value)
+        for place in plan.items[2 * index + slot + 2 :: 2]:
+            place.holds = None
 
     def barriers(self, count: int, arrivals: int = 1) -> Ring:
         return Ring([Barrier(arrivals) for _ in range(count)])
