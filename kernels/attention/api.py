@@ -213,6 +213,7 @@ def attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window or 0, softcap or 0.0, deterministic
         )
         if packed:
-            out, lse2 = out[0], lse2[0]
+            # Not [0], whose gradient is written into zeros of a batch of one.
+            out, lse2 = out.squeeze(0), lse2.squeeze(0)
         lse = lse2 * math.log(2) if return_lse else lse2
     return (out, lse) if return_lse else out

@@ -75,7 +75,7 @@ def attention_reference(
         out, lse = attention_reference_batched(
             q[None], k[None], v[None], causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k
         )
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
     return attention_reference_batched(q, k, v, causal, scale, window, softcap, None, None)
 
 
