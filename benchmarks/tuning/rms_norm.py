@@ -88,6 +88,11 @@ _FORWARD = {
     (65536, 1536): (_thirds(512), _kept(1024, 2, 512), _kept(1024, 2, 512, late_weight=True)),
     (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
     (32768, 2048): (_kept(2048, 4, late_weight=True), _kept(2048, 2), _kept(2048, 4)),
+    # All programs at once: nothing is gained by few registers.
+    **dict.fromkeys(
+        ((1, 4096), (64, 4096)),
+        (_kept(4096, 8), _kept(4096, 16), RmsNormLaunch(1, 4096, 0, 8), RmsNormLaunch(1, 4096, 0, 16), _kept(4096, 4)),
+    ),
     # The last ones are about as much as L2 holds, or less.
     **dict.fromkeys(
         ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
