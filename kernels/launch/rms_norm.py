@@ -208,7 +208,9 @@ def forward_launch(
         # (benchmarks/results/tune_rms_norm_in_turn.json).
         if residual:
             return RmsNormLaunch(1, main, 0, max(_warps(main, 16, 32), 8), load=load)
-        return RmsNormLaunch(1, main, 0, _warps(main, 16, 8), late_weight=True, load=load)
+        # One row a multiprocessor: nothing waits but for the weight. 1 x 4096 0.0048, late 0.0051; 64 x 4096 the same.
+        late = rows > profile.num_sms
+        return RmsNormLaunch(1, main, 0, _warps(main, 16, 8), late_weight=late, load=load)
     block_rows = min(max(1, 2048 // main), _power_of_two(rows))
     return RmsNormLaunch(block_rows, main, 0, _warps(block_rows * main, 16, 32), load=load)
 

@@ -244,6 +244,8 @@ def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
         5120: [kept(1, 4096, 1024, 4), kept(1, 4096, 1024, 4)],
         8192: [kept(1, 8192, 0, 8, late_weight=True), kept(1, 8192, 0, 16)],
     }
+    late = [forward_launch(rows, 4096, 2, hopper).late_weight for rows in (1, hopper.num_sms, hopper.num_sms + 1)]
+    assert late == [False, False, True]  # as long as no program waits for a place, registers are not scarce
     assert forward_launch(1, 768, 2, hopper) == kept(1, 256, 0, 1, late_weight=True, blocks=3)
     assert forward_launch(1, 768, 2, hopper, True) == kept(1, 1024, 0, 4)
 
