@@ -1,20 +1,22 @@
-"""A linear layer and cross-entropy over its outputs in one op; the logits never exist as a whole.
+"""A linear layer and cross-entropy over its outputs in one op; of the logits there is a part at a time.
 
     logits = x · Wᵀ        loss, dlogits as in cross_entropy.py        dx = dlogits · W        dW = dlogitsᵀ · x
 
 Rows go through in chunks, one buffer of logits for all: a matrix multiplication fills it, one launch computes the loss
 and writes the gradient over the logits, two more multiplications give dx and add to dW in fp32 (the first chunk writes
-it). So "sum" and "mean" do all of their work in the forward pass, for an upstream gradient of 1; in fp16 the 1/n of
-"mean" waits for the backward pass, so that dlogits stay within ±1 and do not underflow. The backward pass multiplies dx
-and dW by the upstream gradient, on the device: nothing is touched where that is 1, and where W is no fp32 the
-multiplication is the rounding of dW to its dtype. It writes in place because the two buffers are handed out once: a
-second backward pass (retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by
-row) run the chunks again, a fourth multiplication, with the gradients known beforehand.
+it). In bf16 all rows go through at once where that takes no more memory, and dW is rounded as it is written. So "sum" and
+"mean" do all of their work in the forward pass, for an upstream gradient of 1; in fp16 the 1/n of "mean" waits for the
+backward pass, so that dlogits stay within ±1 and do not underflow. The backward pass multiplies dx and dW by the
+upstream gradient, on the device: nothing is touched where that is 1, and of an fp32 dW the multiplication is the
+rounding to W's dtype. It writes in place because the two buffers are handed out once: a second backward pass
+(retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by row) run the chunks
+again, a fourth multiplication, with the gradients known beforehand.
 
 A memory budget of few rows has the chunks cut the vocabulary instead, in blocks of rows: vocab_chunks.py.
 
-Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32. Floor: three multiplications,
-6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of logits, dx, dW.
+Saved: x, W, targets (the caller's own tensors); dx in the compute dtype, dW in fp32 or, of all rows at once, in W's.
+Floor: three multiplications, 6·R·dim·V floating-point operations forward and backward together. Memory: one chunk of
+logits, dx, dW.
 
 Under torch.autocast the multiplications run in the autocast dtype; dx and dW have the dtypes of x and W.
 """
@@ -28,7 +30,7 @@ import torch
 
 from fuselm.kernels._triton import Backend, select_backend
 from fuselm.kernels.arguments import autocast_dtype, check_tensors
-from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dx, multiply_logits
+from fuselm.kernels.chunk_products import accumulate_dw, logits_buffer, multiply_dw, multiply_dx, multiply_logits
 from fuselm.kernels.cross_entropy import (
     KERNEL_DTYPES,
     Reduction,
@@ -37,7 +39,7 @@ from fuselm.kernels.cross_entropy import (
     row_weight,
 )
 from fuselm.kernels.cross_entropy_launchers import Options, launch_forward
-from fuselm.kernels.launch.linear_cross_entropy import chunk_plan, row_bytes
+from fuselm.kernels.launch.linear_cross_entropy import AT_ONCE, ChunkPlan, chunk_plan, row_bytes, rows_at_once
 from fuselm.kernels.loss_scaling import launch_multiply, launch_weighted_sum
 from fuselm.kernels.strides import as_rows
 from fuselm.kernels.vocab_chunks import run_vocab_chunks
@@ -88,7 +90,11 @@ def _run_chunks(
     `grad_lse`: as in launch_forward."""
     device = x.device
     (rows, dim), vocab = x.shape, weight.shape[0]
+    at_once = chunk_size == AT_ONCE and need_dw  # without a dW chunks are as fast
+    chunk_size = max(chunk_size, 0)
     plan = chunk_plan(rows, vocab, dtype.itemsize, chunk_size, memory_budget, need_dw)
+    if at_once:
+        plan = ChunkPlan(max(rows, 1))
     chunk = plan.rows
     if plan.columns:
         with torch.autocast(device.type, enabled=False):
@@ -106,7 +112,8 @@ def _run_chunks(
             )
     loss, lse, lse_low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=dtype, device=device)
-    dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=torch.float32, device=device)
+    dw_dtype = weight.dtype if at_once else torch.float32
+    dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=dw_dtype, device=device)
     if rows == 0:
         return loss, lse, dx, dw.zero_()
     with torch.autocast(device.type, enabled=False):
@@ -131,7 +138,9 @@ def _run_chunks(
             )
             if need_dx:
                 multiply_dx(logits, weight, dx[part])
-            if need_dw:
+            if at_once:
+                multiply_dw(dw, logits, x_part)
+            elif need_dw:
                 accumulate_dw(dw, logits, x_part, first=start == 0)
     return loss, lse, dx, dw
 
@@ -139,11 +148,23 @@ def _run_chunks(
 def _dw_dtype(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, chunk_size: int, memory_budget: int, need_dw: bool
 ) -> torch.dtype:
-    # fp32, to which chunks of rows add; the weight's own from chunks of the vocabulary, each of which is complete
+    # fp32, to which chunks of rows add; the weight's own from all rows at once, and from chunks of the vocabulary, each
+    # of which is complete
+    if chunk_size == AT_ONCE and need_dw:
+        return weight.dtype
     if chunk_size or not memory_budget:  # not to look at sizes that torch.compile may hold symbolic
         return torch.float32
     columns = chunk_plan(x.shape[0], weight.shape[0], dtype.itemsize, 0, memory_budget, need_dw).columns
     return weight.dtype if columns else torch.float32
+
+
+def _known(condition: Any) -> bool:
+    # the condition; False if it is about a size that torch.compile does not know
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes 0.4 s to import
+
+    return guard_or_false(condition)
 
 
 def folds_count(dtype: torch.dtype) -> bool:
@@ -375,7 +396,7 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Any:
-    """cross_entropy(x @ weight.T, targets) without ever holding all logits.
+    """cross_entropy(x @ weight.T, targets) with a part of the logits at a time.
 
     Args:
         x: (..., dim), bf16/fp16/fp32, any strides.
@@ -390,7 +411,8 @@ def linear_cross_entropy(
             logits a second time in the backward pass.
         return_lse: also return the logsumexp of the (capped) logits of every row; differentiable, at the price of
             computing the logits a second time where its gradient is used.
-        chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 5504.
+        chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 5504, or in
+            bf16 all where that takes no more memory (dweight is then rounded as it is computed, not summed in fp32).
         memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
             shrink with it: dx in the dtype of the multiplications, dweight in fp32. Where only few rows of logits fit,
             blocks of chunks of the vocabulary take their place: most logits are computed twice, dx is summed in fp32
@@ -427,8 +449,12 @@ def linear_cross_entropy(
             return_lse=return_lse,
         )
     at_once = torch.is_grad_enabled() and reduction != "none"
+    x = as_rows(x)
+    # Not in fp16, which the sums of a dW without its 1/n may exceed.
+    if chunk_size is None and memory_budget is None and weight.dtype == dtype == torch.bfloat16:
+        chunk_size = AT_ONCE if _known(x.shape[0] <= rows_at_once(*weight.shape)) else None
     loss, lse, *_ = torch.ops.fuselm.linear_cross_entropy_forward(
-        as_rows(x),
+        x,
         weight,
         targets.reshape(-1).contiguous(),
         ignore_index,

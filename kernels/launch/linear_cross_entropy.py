@@ -12,6 +12,7 @@ _FEW_ROWS = 640
 _FEW_COLUMNS = 2048
 _LEAST_COLUMNS = 256
 _LENT_TILE = 256
+AT_ONCE = -1  # in the place of a chunk's size: all rows, and dW in the weight's dtype
 _VECTORS = 4  # of 16 bytes that a thread holds
 _ONE_WARP = 8192  # bytes of a row
 
@@ -32,15 +33,25 @@ def chunk_rows(rows: int, vocab: int, itemsize: int, memory_budget: int = 0) -> 
     multiplication) where they are that large.
     """
     rows = max(rows, 1)
-    size = row_bytes(vocab, itemsize)
-    if memory_budget:
-        limit = max(memory_budget // size, 1)
-    else:
-        limit = min(max((_BUFFER_BYTES + _BUFFER_BYTES // 32) // size, _MIN_ROWS), _MAX_ROWS)
+    limit = max(memory_budget // row_bytes(vocab, itemsize), 1) if memory_budget else _most_rows(vocab, itemsize)
     tile = _TILE if limit >= _TILE else 1
     limit = limit // tile * tile
     even = -(-rows // -(-rows // limit))
     return min(-(-even // tile) * tile, rows)
+
+
+def _most_rows(vocab: int, itemsize: int) -> int:
+    return min(max((_BUFFER_BYTES + _BUFFER_BYTES // 32) // row_bytes(vocab, itemsize), _MIN_ROWS), _MAX_ROWS)
+
+
+def rows_at_once(vocab: int, dim: int) -> int:
+    """Up to how many rows all logits together, of 16 bits, take no more memory than chunks of them do.
+
+    All at once, each element of dW is complete in one multiplication, which rounds it: 2·R·V bytes of logits and
+    2·V·dim of dW. Chunks take 2·C·V and a dW of 4·V·dim in fp32, or 6·V·dim while that is rounded, and write dW once
+    more each.
+    """
+    return max(_most_rows(vocab, 2) + dim, 2 * dim)
 
 
 class ChunkPlan(NamedTuple):
