@@ -4,9 +4,9 @@
 
 Rows go through in chunks, one buffer of logits for all: a matrix multiplication fills it, one launch computes the loss
 and writes the gradient over the logits, two more multiplications give dx and add to dW in fp32 (the first chunk writes
-it). In bf16 all rows go through at once where that takes no more memory, and dW is rounded as it is written. So "sum" and
-"mean" do all of their work in the forward pass, for an upstream gradient of 1; in fp16 the 1/n of "mean" waits for the
-backward pass, so that dlogits stay within ±1 and do not underflow. The backward pass multiplies dx and dW by the
+it). In bf16 all rows go through at once where that takes no more memory, and dW is rounded as it is written. So "sum"
+and "mean" do all of their work in the forward pass, for an upstream gradient of 1; in fp16 the 1/n of "mean" waits for
+the backward pass, so that dlogits stay within ±1 and do not underflow. The backward pass multiplies dx and dW by the
 upstream gradient, on the device: nothing is touched where that is 1, and of an fp32 dW the multiplication is the
 rounding to W's dtype. It writes in place because the two buffers are handed out once: a second backward pass
 (retain_graph), a gradient of lse, and the reduction "none" (whose upstream gradient differs by row) run the chunks

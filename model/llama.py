@@ -210,7 +210,7 @@ class Llama(nn.Module):
             logits_at: (batch,) int64, the place in `tokens` whose logits alone are wanted; all by default.
 
         Returns:
-            With targets an fp32 loss (the model's logits are never whole in memory); else logits (batch, seq,
+            With targets an fp32 loss (of the logits there is a part at a time); else logits (batch, seq,
             vocab_size), or (batch, vocab_size) with `logits_at`.
 
         Raises:
