@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fuselm.kernels.launch.linear_cross_entropy import row_bytes
-
-_VECTOR_BYTES = 16
-_LEAST = 1024  # columns below which a slow kernel is no slower than two
+from fuselm.kernels.launch.linear_cross_entropy import LEAST_APART, VECTOR_BYTES, row_bytes
 
 
 def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -28,8 +25,8 @@ def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.devic
 
 def vocab_parts(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[slice, ...]:
     """The parts of the vocabulary that are multiplied apart."""
-    main = vocab - vocab % (_VECTOR_BYTES // dtype.itemsize)
-    if device.type != "cuda" or main == vocab or vocab < _LEAST:
+    main = vocab - vocab % (VECTOR_BYTES // dtype.itemsize)
+    if device.type != "cuda" or main == vocab or vocab < LEAST_APART:
         return (slice(0, vocab),)
     return slice(0, main), slice(main, vocab)
 

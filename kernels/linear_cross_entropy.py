@@ -159,12 +159,12 @@ def _dw_dtype(
 
 
 def _known(condition: Any) -> bool:
-    # the condition; False if it is about a size that torch.compile does not know
+    # the condition; False if it is about a size that torch.compile leaves open, which it must not bound
     if not torch.compiler.is_compiling():
         return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes 0.4 s to import
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes 0.4 s to import
 
-    return guard_or_false(condition)
+    return statically_known_true(condition)
 
 
 def folds_count(dtype: torch.dtype) -> bool:
@@ -412,7 +412,9 @@ def linear_cross_entropy(
         return_lse: also return the logsumexp of the (capped) logits of every row; differentiable, at the price of
             computing the logits a second time where its gradient is used.
         chunk_size: rows of logits that exist at a time; by default as many as make about 1 GiB, at most 5504, or in
-            bf16 all where that takes no more memory (dweight is then rounded as it is computed, not summed in fp32).
+            bf16 all where that takes no more memory. dweight is then rounded to bf16 as it is computed, instead of
+            summed in fp32, and rounded again by an upstream gradient that is no power of two. Under torch.compile only
+            a number of rows that is not dynamic goes through at once.
         memory_budget: instead of chunk_size, bytes that the buffer of logits may take. What else there is does not
             shrink with it: dx in the dtype of the multiplications, dweight in fp32. Where only few rows of logits fit,
             blocks of chunks of the vocabulary take their place: most logits are computed twice, dx is summed in fp32
@@ -421,9 +423,9 @@ def linear_cross_entropy(
 
     Returns:
         The loss, fp32 (fp64 for fp64 inputs); with return_lse a pair (loss, lse). Logits are rounded to the inputs' (or
-        autocast's) dtype, as a linear layer's output is; dweight is summed in fp32. What is frozen gets no gradient and
-        costs no work; without gradients (torch.no_grad) only the loss is computed. Second derivatives are not
-        implemented and raise.
+        autocast's) dtype, as a linear layer's output is; dweight is summed in fp32 over chunks. What is frozen gets no
+        gradient and costs no work; without gradients (torch.no_grad) only the loss is computed. Second derivatives are
+        not implemented and raise.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -451,7 +453,7 @@ def linear_cross_entropy(
     at_once = torch.is_grad_enabled() and reduction != "none"
     x = as_rows(x)
     # Not in fp16, which the sums of a dW without its 1/n may exceed.
-    if chunk_size is None and memory_budget is None and weight.dtype == dtype == torch.bfloat16:
+    if chunk_size is None and memory_budget is None and x.dtype == weight.dtype == dtype == torch.bfloat16:
         chunk_size = AT_ONCE if _known(x.shape[0] <= rows_at_once(*weight.shape)) else None
     loss, lse, *_ = torch.ops.fuselm.linear_cross_entropy_forward(
         x,

@@ -331,7 +331,7 @@ def vocab_parallel_linear_cross_entropy(
         vocab_start: the first class of this process.
         vocab_size: classes of all processes together.
         chunk_size: rows of logits that exist at a time, the same on every process; by default as many as make about
-            1 GiB of the whole vocabulary's logits, at most 4096.
+            1 GiB of the whole vocabulary's logits, at most 5504.
         memory_budget: instead of chunk_size, bytes that one chunk of the whole vocabulary's logits may take; this
             process's slice takes its share of them.
         ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, backend: as for linear_cross_entropy.

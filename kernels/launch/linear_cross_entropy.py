@@ -12,6 +12,8 @@ _FEW_ROWS = 640
 _FEW_COLUMNS = 2048
 _LEAST_COLUMNS = 256
 _LENT_TILE = 256
+VECTOR_BYTES = 16
+LEAST_APART = 1024  # columns below which a slow kernel is no slower than two
 AT_ONCE = -1  # in the place of a chunk's size: all rows, and dW in the weight's dtype
 _VECTORS = 4  # of 16 bytes that a thread holds
 _ONE_WARP = 8192  # bytes of a row
@@ -49,9 +51,13 @@ def rows_at_once(vocab: int, dim: int) -> int:
 
     All at once, each element of dW is complete in one multiplication, which rounds it: 2·R·V bytes of logits and
     2·V·dim of dW. Chunks take 2·C·V and a dW of 4·V·dim in fp32, or 6·V·dim while that is rounded, and write dW once
-    more each.
+    more each; a chunk has all rows if it may, else at most half of them. Where the vocabulary has columns that are
+    multiplied apart (chunk_products.py), 4·dim bytes a row for an fp32 dx come on top.
     """
-    return max(_most_rows(vocab, 2) + dim, 2 * dim)
+    apart = vocab >= LEAST_APART and vocab * 2 % VECTOR_BYTES != 0
+    doubled = 4 * vocab * dim // (row_bytes(vocab, 2) + (4 * dim if apart else 0))
+    most = _most_rows(vocab, 2)
+    return max(most // _TILE * _TILE or most, doubled)
 
 
 class ChunkPlan(NamedTuple):

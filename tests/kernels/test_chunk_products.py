@@ -42,7 +42,7 @@ def test_parts_end_at_the_last_whole_vector(vocab, dtype, device, sizes):
 @pytest.fixture
 def in_parts(monkeypatch):
     """Cuts every vocabulary as on a GPU, here."""
-    monkeypatch.setattr(chunk_products, "_LEAST", 0)
+    monkeypatch.setattr(chunk_products, "LEAST_APART", 0)
     monkeypatch.setattr(chunk_products, "vocab_parts", lambda v, dtype, device: vocab_parts(v, dtype, CUDA))
 
 

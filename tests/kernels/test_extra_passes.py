@@ -1,5 +1,6 @@
-"""No op copies or fills a whole tensor around its kernels, forward or backward: as `out[0]` did once, whose gradient is
-written into zeros of a batch of one. On a GPU that costs what reading and writing the tensor once more costs."""
+"""No op copies or fills a whole tensor outside of its operators, forward or backward: as `out[0]` did once, whose
+gradient is written into zeros of a batch of one. On a GPU that costs what reading and writing the tensor once more
+costs."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from fuselm.kernels.specs.registry import SPECS
 
 LITTLE = 64  # elements: numbers for a few rows, not a tensor
 # Its backward pass multiplies the gradients by the upstream one in a kernel that is no operator, of which the
-# interpreter's own steps show here.
-INTERPRETED = {"linear_cross_entropy": ("aten::set_", "aten::copy_")}
+# interpreter's own steps show here, and rounds a dW that was summed in fp32.
+ALLOWED = {"linear_cross_entropy": ("aten::set_", "aten::copy_", "aten::_to_copy")}
 
 
 class _Passes(TorchDispatchMode):
@@ -36,13 +37,13 @@ class _Passes(TorchDispatchMode):
     [pytest.param(spec, case, id=f"{spec.name}-{i}") for spec in SPECS for i, case in enumerate(spec.test_cases)],
 )
 def test_no_pass_beside_the_kernels(spec, case, device, generator):
-    inputs = spec.make_inputs(case, torch.float32, device, generator)
+    inputs = spec.make_inputs(case, torch.bfloat16, device, generator)
     leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     with _Passes() as forward:
         outputs = spec.function(**inputs, backend="triton")
     outputs = [o for o in ([outputs] if isinstance(outputs, torch.Tensor) else outputs) if o.requires_grad]
-    gradients = [torch.randn(o.shape, device=device) for o in outputs]
+    gradients = [torch.randn(o.shape, device=device).to(o.dtype) for o in outputs]
     with _Passes() as backward:
         torch.autograd.grad(outputs, leaves, gradients)
-    allowed = INTERPRETED.get(spec.name, ())
+    allowed = ALLOWED.get(spec.name, ())
     assert not forward.names and not [name for name in backward.names if not name.startswith(allowed or "-")]

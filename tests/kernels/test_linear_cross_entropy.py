@@ -346,7 +346,14 @@ def test_nan_in_fresh_memory_never_shows(reduction, device, generator, monkeypat
 
 def test_all_rows_at_once_where_that_takes_no_more_memory(device, generator, monkeypatch):
     """In bf16 dW is then rounded as it is computed; else it is summed in fp32, which no sum of fp16 may exceed."""
-    assert [rows_at_once(*shape) for shape in ((128256, 4096), (128256, 16384), (50304, 768))] == [8412, 32768, 6272]
+    shapes = ((128256, 4096), (128256, 16384), (50304, 768), (50257, 16384), (2**22, 64), (37, 16))
+    assert [rows_at_once(*shape) for shape in shapes] == [8192, 32768, 5504, 19833, 512, 5504]
+    for vocab, dim in shapes:
+        most, row = rows_at_once(vocab, dim), row_bytes(vocab, 2) + (4 * dim if vocab == 50257 else 0)
+        for rows in (most, most // 2 + 1, most // 3):
+            chunk = chunk_rows(rows, vocab, 2)
+            chunks = max(chunk * row + 4 * vocab * dim, 6 * vocab * dim)
+            assert rows * row + 2 * vocab * dim <= chunks
     taken: list[tuple[int, torch.dtype]] = []
     run = module._run_chunks
 
@@ -379,6 +386,20 @@ def test_compiled_with_a_number_of_rows_that_is_not_known(device, generator):
             got, want = (function(x, weight, targets, chosen) for function in (compiled, loss_of))
             gradients = [torch.autograd.grad(loss, (x, weight)) for loss in (got, want)]
             assert all(torch.equal(a, b) for a, b in zip((got, *gradients[0]), (want, *gradients[1]), strict=True))
+
+
+def test_rows_of_a_declared_range_stay_unbounded(device, generator):
+    """Which rows go through at once must not bound a dynamic number of rows."""
+    x, weight, targets = make(12, 37, 16, device, generator, dtype=torch.bfloat16, ignored=0)
+    torch.compiler.reset()
+    for tensor in (x, targets):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=100000)
+    compiled = torch.compile(
+        lambda x, targets: linear_cross_entropy(x * 1.0, weight, targets, backend="triton"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert torch.equal(compiled(x, targets), linear_cross_entropy(x, weight, targets, backend="triton"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
