@@ -39,7 +39,7 @@ from fuselm.kernels.cross_entropy import (
     row_weight,
 )
 from fuselm.kernels.cross_entropy_launchers import Options, launch_forward
-from fuselm.kernels.launch.linear_cross_entropy import AT_ONCE, ChunkPlan, chunk_plan, row_bytes, rows_at_once
+from fuselm.kernels.launch.linear_cross_entropy import AT_ONCE, chunk_plan, row_bytes, rows_at_once
 from fuselm.kernels.loss_scaling import launch_multiply, launch_weighted_sum
 from fuselm.kernels.strides import as_rows
 from fuselm.kernels.vocab_chunks import run_vocab_chunks
@@ -90,11 +90,7 @@ def _run_chunks(
     `grad_lse`: as in launch_forward."""
     device = x.device
     (rows, dim), vocab = x.shape, weight.shape[0]
-    at_once = chunk_size == AT_ONCE and need_dw  # without a dW chunks are as fast
-    chunk_size = max(chunk_size, 0)
     plan = chunk_plan(rows, vocab, dtype.itemsize, chunk_size, memory_budget, need_dw)
-    if at_once:
-        plan = ChunkPlan(max(rows, 1))
     chunk = plan.rows
     if plan.columns:
         with torch.autocast(device.type, enabled=False):
@@ -112,7 +108,7 @@ def _run_chunks(
             )
     loss, lse, lse_low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     dx = torch.empty((rows, dim) if need_dx else (0, dim), dtype=dtype, device=device)
-    dw_dtype = weight.dtype if at_once else torch.float32
+    dw_dtype = _dw_dtype(x, weight, dtype, chunk_size, memory_budget, need_dw)
     dw = torch.empty((vocab, dim) if need_dw else (0, dim), dtype=dw_dtype, device=device)
     if rows == 0:
         return loss, lse, dx, dw.zero_()
@@ -138,7 +134,7 @@ def _run_chunks(
             )
             if need_dx:
                 multiply_dx(logits, weight, dx[part])
-            if at_once:
+            if need_dw and chunk >= rows:
                 multiply_dw(dw, logits, x_part)
             elif need_dw:
                 accumulate_dw(dw, logits, x_part, first=start == 0)

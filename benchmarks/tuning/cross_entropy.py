@@ -72,16 +72,6 @@ FEW_ROWS = (
     (16, 128256, (PartsLaunch(16, 8192, 2048, 8), PartsLaunch(8, 16384, 2048, 8), None)),
     (32, 128256, (PartsLaunch(4, 32768, 2048, 8), PartsLaunch(8, 16384, 2048, 8), None)),
 )
-TARGETS += [
-    Target(
-        name=f"cross_entropy few rows, forward+backward {rows}x{vocab} bf16",
-        attribute="fuselm.kernels.cross_entropy_launchers.parts_launch",
-        candidates=candidates,
-        make=partial(_make, rows, vocab, "sum"),
-        bytes_moved=2 * rows * vocab * 2,
-    )
-    for rows, vocab, candidates in FEW_ROWS
-]
 
 # Rows in shared memory (Hopper), or None: the portable kernel. A chunk of 64 lines is 8 KB: 28 of them fill an SM's 227
 # KB. Two groups take rows that fit; rows of 50257 begin within lines, and of 4159 rows the portable kernel takes 63.
@@ -93,26 +83,22 @@ RINGS: tuple[tuple[int, int, tuple[RingLaunch | None, ...]], ...] = (
     (8192, 102400, (_GROUPS[0], _LONG[0], None)),
     *((8192, vocab, (*_LONG, None)) for vocab in (128256, 202048)),
 )
-TARGETS += [
-    Target(
-        name=f"cross_entropy ring, forward+backward {rows}x{vocab} bf16",
-        attribute="fuselm.kernels.cross_entropy_launchers.ring_launch",
-        candidates=candidates,
-        make=partial(_make, rows, vocab, "sum"),
-        bytes_moved=2 * rows * vocab * 2,
-    )
-    for rows, vocab, candidates in RINGS
-]
 
 # How many of the rows are for the ring where they make no whole lines: all but the last 63, or all, which it refuses.
 DIVIDED = ((2111, 50257, (2048, 2111)), (1087, 50257, (1024, 1087)))
+
 TARGETS += [
     Target(
-        name=f"cross_entropy divided, forward+backward {rows}x{vocab} bf16",
-        attribute="fuselm.kernels.cross_entropy_launchers.ring_rows",
+        name=f"cross_entropy {what}, forward+backward {rows}x{vocab} bf16",
+        attribute=f"fuselm.kernels.cross_entropy_launchers.{attribute}",
         candidates=candidates,
         make=partial(_make, rows, vocab, "sum"),
         bytes_moved=2 * rows * vocab * 2,
     )
-    for rows, vocab, candidates in DIVIDED
+    for what, attribute, shapes in (
+        ("few rows", "parts_launch", FEW_ROWS),
+        ("ring", "ring_launch", RINGS),
+        ("divided", "ring_rows", DIVIDED),
+    )
+    for rows, vocab, candidates in shapes
 ]

@@ -9,11 +9,10 @@ head_dim 128 the two buffers of keys and values leave no room for that one: ther
 
 from __future__ import annotations
 
-from typing import Any
-
 from fuselm.kernels._triton import tl
 from fuselm.kernels.attention.hopper_common import (
     barrier_ring,
+    constexpr,
     fence_async_shared,
     gl,
     gluon_jit,
@@ -35,8 +34,7 @@ from fuselm.kernels.attention.hopper_common import (
 )
 from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
-_constexpr: Any = getattr(tl, "constexpr", int)  # without Triton this file is imported, but its kernel never compiled
-STAGES = _constexpr(2)  # of queries; the waits below count on two
+STAGES = constexpr(2)  # of queries; the waits below count on two
 
 
 @gluon_jit

@@ -38,12 +38,12 @@ warpgroup_mma_wait: Any = getattr(hopper, "warpgroup_mma_wait", None)
 # Triton 3.6 names the copies by where they go; later ones call them loads and stores.
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
-_constexpr: Any = getattr(tl, "constexpr", bool)  # without Triton this file is imported, but never compiled
+constexpr: Any = getattr(tl, "constexpr", int)  # without Triton this file is imported, but never compiled
 thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 LOG2E = 1.4426950408889634
-SPREAD = _constexpr(HAVE_GLUON and triton.__version__.startswith("3.6."))  # later ones check a view's size
+SPREAD = constexpr(HAVE_GLUON and triton.__version__.startswith("3.6."))  # later ones check a view's size
 RAGGED = 2**30  # rows that a ragged descriptor counts; also the coordinate that its outermost dimension stays at
 _RAGGED_BOUND = 0x7FFF0000
 TABLE_COLUMNS = 8  # ints an entry of a tile table: six, padded to 32 bytes

@@ -106,8 +106,8 @@ def ring_launch(vocab: int, profile: DeviceProfile) -> RingLaunch | None:
 def ring_rows(rows: int, vocab: int) -> int:
     """How many of `rows` rows of `vocab` logits that lie side by side are for the ring: the most that make whole lines
     of RING_COLUMNS. The others, fewer than RING_COLUMNS, have a launch of their own: loss and gradient of 4159 x 50257
-    bf16 on an H200 take 0.2562 ms so, all in the portable kernel 0.2704 (tune_cross_entropy_left_over.json). Fewer than
-    `_SPLIT_ROWS` rows are offered to the ring as they are; whether dividing them pays was not measured."""
+    bf16 on an H200 take 0.2562 ms so, all in the portable kernel 0.2704 (tune_cross_entropy_left_over.json), in blocks
+    of 8,192 logits, half of what it takes by now. Fewer than `_SPLIT_ROWS` rows are offered to the ring as they are."""
     return rows if rows < _SPLIT_ROWS else rows - rows % (RING_COLUMNS // math.gcd(vocab, RING_COLUMNS))
 
 
@@ -140,8 +140,8 @@ def cross_entropy_launch(
     with two vectors 1.45; 16384 x 50304 0.944 ms, with one 0.980; 16384 x 32000 0.535 ms, with one 0.660. Loading each
     block a pass before its use made 1.25 of the 1.26 ms, within what two runs of one launch differ by, and cost 2 to
     18 % in the narrower rows; staging blocks in shared memory (cp.async) cost 17 % at 50304. Rows that start anywhere
-    take four vectors from 80 KB on: 4095 x 50257 0.254 ms for 0.268, 2047 x 50257 0.141 for 0.145; at 32,768 four cost
-    10 %.
+    take four vectors from 80 KB on: 4095 x 50257 0.254 ms for 0.268, 2047 x 50257 0.141 for 0.145; in aligned rows of
+    32,768 four cost 10 %.
 
     Asking L2 for the next row (`ahead`) pays where the widest rows start anywhere: 8192 x 128255 1.257 ms with and
     1.379 without; elsewhere it costs (1.41 for 1.26 ms at 8192 x 128256, 0.59 for 0.535 at 16384 x 32000). A softcap's

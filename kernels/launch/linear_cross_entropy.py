@@ -51,7 +51,7 @@ def rows_at_once(vocab: int, dim: int) -> int:
 
     All at once, each element of dW is complete in one multiplication, which rounds it: 2·R·V bytes of logits and
     2·V·dim of dW. Chunks take 2·C·V and a dW of 4·V·dim in fp32, or 6·V·dim while that is rounded, and write dW once
-    more each; a chunk has all rows if it may, else at most half of them. Where the vocabulary has columns that are
+    more each; a chunk has all rows if it may, else about half of them at most. Where columns of the vocabulary are
     multiplied apart (chunk_products.py), 4·dim bytes a row for an fp32 dx come on top.
     """
     apart = vocab >= LEAST_APART and vocab * 2 % VECTOR_BYTES != 0
@@ -75,13 +75,15 @@ class ChunkPlan(NamedTuple):
 
 
 def chunk_plan(rows: int, vocab: int, itemsize: int, chunk_size: int, memory_budget: int, need_dw: bool) -> ChunkPlan:
-    """Chunks of rows, or of the vocabulary where the budget leaves few rows.
+    """Chunks of rows, or of the vocabulary where the budget leaves few rows; all rows for a `chunk_size` of AT_ONCE.
 
     Every chunk of rows reads and writes the fp32 dW, 8·V·dim bytes; chunks of the vocabulary do not, but compute (most
     of) the logits twice, 2·R·V·dim operations. At 700 TFLOP/s and 4.2 TB/s (an H200) the first costs more below 670
     rows.
     """
-    if chunk_size:
+    if chunk_size == AT_ONCE and need_dw:  # without a dW chunks save memory
+        return ChunkPlan(max(rows, 1))
+    if chunk_size > 0:
         return ChunkPlan(min(chunk_size, max(rows, 1)))
     chunk = chunk_rows(rows, vocab, itemsize, memory_budget)
     if memory_budget and need_dw and chunk < min(rows, _FEW_ROWS):
