@@ -109,8 +109,7 @@ def launch_forward(
         n,
     )
     with launch_device(x):
-        if launch.window:
-            vector = 16 // itemsize
+        if launch.unaligned:
             rms_norm_unaligned_forward_kernel[(programs,)](
                 *arguments[:6],
                 rows,
@@ -119,13 +118,12 @@ def launch_forward(
                 residual is not None,
                 weight is not None,
                 n,
-                RAGGED_END=rows * n % vector != 0,
                 BLOCK_N=launch.block_n,
                 BLOCK_TAIL=launch.block_tail,
-                VECTOR=vector,
+                VECTOR=16 // itemsize,
+                LATE_WEIGHT=launch.late_weight,
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
-                **_registers(launch),
             )
         elif launch.covers(n):
             rms_norm_forward_kernel[(programs,)](
@@ -191,8 +189,7 @@ def launch_backward(
         partial_stride,
     )
     with launch_device(x):
-        if launch.window:
-            vector = 16 // itemsize
+        if launch.unaligned:
             rms_norm_unaligned_backward_kernel[(programs,)](
                 *arguments[:7],
                 rows,
@@ -202,10 +199,9 @@ def launch_backward(
                 need_dw,
                 n,
                 partial_stride,
-                RAGGED_END=rows * n % vector != 0,
                 BLOCK_N=launch.block_n,
                 BLOCK_TAIL=launch.block_tail,
-                VECTOR=vector,
+                VECTOR=16 // itemsize,
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
                 **_registers(launch),

@@ -1,13 +1,10 @@
-"""Kernels of rms_norm and add_rms_norm for dense rows that start anywhere, as rows of 4,097 elements do: a window of
-whole 16-byte vectors around each row.
+"""Kernels of rms_norm and add_rms_norm for dense rows that start anywhere, as rows of 4,097 elements do: the whole
+16-byte vectors of a row in blocks, and the few elements before and behind them (its ends) in a small tensor.
 
-The window begins at the last 16-byte border (VECTOR elements) at or before the row and takes in the row's end. All of
-it is loaded in vectors, and what belongs to the neighbours counts as zero; so the ragged ends come with the rest of the
-row, through shared memory too. Whole vectors are stored as such, the few elements at the ends one by one. The row lies
-equally deep in the window for all rows of a program, since the number of programs is a multiple of VECTOR (or every
-program has one row): the shifted weight is loaded once.
-
-The window is two blocks, positions 0 to BLOCK_N - 1 and BLOCK_TAIL more behind them (0: none).
+Whole vectors are loaded and stored as such, through shared memory too, and the ends, fewer than two vectors, element by
+element. Where a program takes several rows, it loads the ends of the next while it works on one. The number of programs
+is a multiple of VECTOR then, so that all rows of a program begin equally deep in a vector: columns, masks and the
+shifted weight are the same for all of them.
 """
 
 from __future__ import annotations
@@ -16,17 +13,27 @@ from fuselm.kernels._triton import jit, tl
 
 
 @jit
-def _window(first_row, start, size: tl.constexpr, N: tl.constexpr, VECTOR: tl.constexpr):
-    """Of the window's positions from `start`: columns [size] (of the row; some outside it), which of them the row has,
-    which lie in vectors that are all the row's, and which in vectors that hold any of it."""
-    past = (tl.cast(first_row, tl.int64) * N % VECTOR).to(tl.int32)
+def _block(first_row, start, size: tl.constexpr, N: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns [size] of the row that positions `start` and on of its whole vectors are, and which the row has."""
+    lead = _lead(first_row, N, VECTOR)
     position = start + tl.arange(0, size)
-    column = position - past
-    vector = position // VECTOR * VECTOR - past  # the first column of a position's vector
-    inside = (column >= 0) & (column < N)
-    whole = (vector >= 0) & (vector + VECTOR <= N)
-    touched = (vector + VECTOR > 0) & (vector < N)
-    return column, inside, whole, touched
+    return lead + position, position < (N - lead) // VECTOR * VECTOR
+
+
+@jit
+def _lead(first_row, N: tl.constexpr, VECTOR: tl.constexpr):
+    """Elements of the row before its first whole vector."""
+    past = (tl.cast(first_row, tl.int64) * N % VECTOR).to(tl.int32)
+    return (VECTOR - past) % VECTOR
+
+
+@jit
+def _ends(first_row, N: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns [2 * VECTOR] of the row's elements in no whole vector, and which of them there are."""
+    lead = _lead(first_row, N, VECTOR)
+    whole = (N - lead) // VECTOR * VECTOR
+    index = tl.arange(0, 2 * VECTOR)
+    return tl.where(index < lead, index, index + whole), index < N - whole
 
 
 @jit
@@ -39,47 +46,36 @@ def _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT: tl.constexpr):
 
 
 @jit
-def _load(pointers, at, inside, touched, total, RAGGED_END: tl.constexpr, VECTOR: tl.constexpr):
-    """fp32, zero outside the row. RAGGED_END: the tensor's last vector is no whole one; its elements come singly."""
-    if RAGGED_END:
-        fits = at // VECTOR * VECTOR + VECTOR <= total
-        value = tl.load(pointers, mask=touched & fits, other=0.0)
-        last = tl.load(pointers, mask=inside & (fits == 0), other=0.0)
-        value = tl.where(fits, value, last)
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """fp32, zero outside the row. EVEN: nothing is outside."""
+    if EVEN:
+        return tl.load(pointers).to(tl.float32)
     else:
-        value = tl.load(pointers, mask=touched, other=0.0)
-    return tl.where(inside, value.to(tl.float32), 0.0)
+        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
-def _store(pointers, value, inside, whole):
+def _store(pointers, value, inside, EVEN: tl.constexpr):
     value = value.to(pointers.dtype.element_ty)
-    tl.store(pointers, value, mask=whole)
-    tl.store(pointers, value, mask=inside & (whole == 0))
+    if EVEN:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=inside)
 
 
 @jit
-def _load_input(
-    x_ptr,
-    residual_ptr,
-    h_ptr,
-    at,
-    inside,
-    whole,
-    touched,
-    total,
-    HAS_RESIDUAL: tl.constexpr,
-    RAGGED_END: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """fp32: x, or x + residual as rounded to h's dtype, which is stored too."""
-    value = _load(x_ptr + at, at, inside, touched, total, RAGGED_END, VECTOR)
-    if HAS_RESIDUAL:
-        value += _load(residual_ptr + at, at, inside, touched, total, RAGGED_END, VECTOR)
-        h = value.to(h_ptr.dtype.element_ty)
-        _store(h_ptr + at, h, inside, whole)
-        value = h.to(tl.float32)
-    return value
+def _load_ends(pointer, row, rows, column, is_end, N: tl.constexpr):
+    """The ends of `row`, or of the last row where it is past it."""
+    start = tl.cast(tl.minimum(row, rows - 1), tl.int64) * N
+    return tl.load(pointer + start + column, mask=is_end, other=0.0)
+
+
+@jit
+def _add(value, residual, h_pointers, inside, EVEN: tl.constexpr):
+    """value + residual as rounded to h's dtype, which is stored too."""
+    value += residual
+    _store(h_pointers, value, inside, EVEN)
+    return value.to(h_pointers.dtype.element_ty).to(tl.float32)
 
 
 @jit
@@ -96,61 +92,78 @@ def rms_norm_unaligned_forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     N: tl.constexpr,
-    RAGGED_END: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     VECTOR: tl.constexpr,
+    LATE_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    RAGGED_MAIN: tl.constexpr = RAGGED_END and BLOCK_N > N  # else a row's last vector lies in the tail
+    # A row has at least N - VECTOR + 1 elements from its first border on.
+    EVEN: tl.constexpr = BLOCK_N <= (N - VECTOR + 1) // VECTOR * VECTOR
     first = tl.program_id(0)
-    total = tl.cast(rows, tl.int64) * N
-    column, inside, whole, touched = _window(first, 0, BLOCK_N, N, VECTOR)
-    weight = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
-    tail_inside, tail_whole, tail_touched, tail_weight = inside, whole, touched, weight
+    column, inside = _block(first, 0, BLOCK_N, N, VECTOR)
+    weight = column.to(tl.float32)
+    if LATE_WEIGHT and HAS_WEIGHT:  # brings it into L2, as in rms_norm_forward_kernel
+        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore
+        sector = tl.arange(0, BLOCK_N // SECTOR) * SECTOR  # pyright: ignore
+        tl.load(weight_ptr + sector, mask=(sector < N) & (first < 8), volatile=True)
+    if not LATE_WEIGHT:
+        weight = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
+    tail_column, tail_inside, tail_weight = column, inside, weight
     if BLOCK_TAIL > 0:
-        column, tail_inside, tail_whole, tail_touched = _window(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
-        tail_weight = _load_weight(weight_ptr, column, tail_inside, offset, HAS_WEIGHT)
-    for row in tl.range(first, rows, tl.num_programs(0), num_stages=STAGES):  # pyright: ignore
-        window = tl.cast(row, tl.int64) * N // VECTOR * VECTOR
-        at = window + tl.arange(0, BLOCK_N)
-        tail_at = at
-        value = _load_input(
-            x_ptr,
-            residual_ptr,
-            h_ptr,
-            at,
-            inside,
-            whole,
-            touched,
-            total,
-            HAS_RESIDUAL,
-            RAGGED_MAIN,
-            VECTOR,
-        )
-        squares = tl.sum(value * value, 0)
-        tail = value
+        tail_column, tail_inside = _block(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
+        if not LATE_WEIGHT:
+            tail_weight = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
+    end_column, is_end = _ends(first, N, VECTOR)
+    end_weight = _load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT)
+    step = tl.num_programs(0)
+    next_end = end_weight
+    if not LATE_WEIGHT:
+        next_end = _load_ends(x_ptr, first, rows, end_column, is_end, N)
+    next_residual = next_end
+    if HAS_RESIDUAL and not LATE_WEIGHT:
+        next_residual = _load_ends(residual_ptr, first, rows, end_column, is_end, N)
+    for row in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
+        start = tl.cast(row, tl.int64) * N
+        at = (start + VECTOR - 1) // VECTOR * VECTOR + tl.arange(0, BLOCK_N)
+        end_at = start + end_column
+        value = _load(x_ptr + at, inside, EVEN)
+        if LATE_WEIGHT:
+            end = _load(x_ptr + end_at, is_end, False)
+        else:
+            end = next_end.to(tl.float32)
+            next_end = _load_ends(x_ptr, row + step, rows, end_column, is_end, N)
+        if HAS_RESIDUAL:
+            value = _add(value, _load(residual_ptr + at, inside, EVEN), h_ptr + at, inside, EVEN)
+            if LATE_WEIGHT:
+                end_residual = _load(residual_ptr + end_at, is_end, False)
+            else:
+                end_residual = next_residual.to(tl.float32)
+                next_residual = _load_ends(residual_ptr, row + step, rows, end_column, is_end, N)
+            end = _add(end, end_residual, h_ptr + end_at, is_end, False)
+        squares = tl.sum(value * value, 0) + tl.sum(end * end, 0)
+        tail_at, tail = at, value
         if BLOCK_TAIL > 0:
-            tail_at = window + BLOCK_N + tl.arange(0, BLOCK_TAIL)
-            tail = _load_input(
-                x_ptr,
-                residual_ptr,
-                h_ptr,
-                tail_at,
-                tail_inside,
-                tail_whole,
-                tail_touched,
-                total,
-                HAS_RESIDUAL,
-                RAGGED_END,
-                VECTOR,
-            )
+            tail_at = (start + VECTOR - 1) // VECTOR * VECTOR + BLOCK_N + tl.arange(0, BLOCK_TAIL)
+            tail = _load(x_ptr + tail_at, tail_inside, False)
+            if HAS_RESIDUAL:
+                residual = _load(residual_ptr + tail_at, tail_inside, False)
+                tail = _add(tail, residual, h_ptr + tail_at, tail_inside, False)
             squares += tl.sum(tail * tail, 0)
         rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
         tl.store(rstd_ptr + row, rstd)
-        _store(y_ptr + at, value * rstd * weight, inside, whole)
+        if LATE_WEIGHT:
+            late = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
+        else:
+            late = weight
+        _store(y_ptr + at, value * rstd * late, inside, EVEN)
         if BLOCK_TAIL > 0:
-            _store(y_ptr + tail_at, tail * rstd * tail_weight, tail_inside, tail_whole)
+            if LATE_WEIGHT:
+                late_tail = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
+            else:
+                late_tail = tail_weight
+            _store(y_ptr + tail_at, tail * rstd * late_tail, tail_inside, False)
+        _store(y_ptr + end_at, end * rstd * end_weight, is_end, False)
 
 
 @jit
@@ -169,54 +182,70 @@ def rms_norm_unaligned_backward_kernel(
     NEED_DW: tl.constexpr,
     N: tl.constexpr,
     PARTIAL_STRIDE: tl.constexpr,
-    RAGGED_END: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx, and one row of partials of dw a program."""
-    RAGGED_MAIN: tl.constexpr = RAGGED_END and BLOCK_N > N  # else a row's last vector lies in the tail
+    EVEN: tl.constexpr = BLOCK_N <= (N - VECTOR + 1) // VECTOR * VECTOR
     first = tl.program_id(0)
-    total = tl.cast(rows, tl.int64) * N
-    column, inside, whole, touched = _window(first, 0, BLOCK_N, N, VECTOR)
+    column, inside = _block(first, 0, BLOCK_N, N, VECTOR)
     weight = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
     dw = tl.zeros([BLOCK_N], tl.float32)
-    tail_column, tail_inside, tail_whole, tail_touched = column, inside, whole, touched
-    tail_weight, tail_dw = weight, dw
+    tail_column, tail_inside, tail_weight, tail_dw = column, inside, weight, dw
     if BLOCK_TAIL > 0:
-        tail_column, tail_inside, tail_whole, tail_touched = _window(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
+        tail_column, tail_inside = _block(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
         tail_weight = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
         tail_dw = tl.zeros([BLOCK_TAIL], tl.float32)
-    for row in tl.range(first, rows, tl.num_programs(0), num_stages=STAGES):  # pyright: ignore
-        window = tl.cast(row, tl.int64) * N // VECTOR * VECTOR
-        at = window + tl.arange(0, BLOCK_N)
-        rstd = tl.load(rstd_ptr + row)
-        dy = _load(dy_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR)
-        x_hat = _load(x_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR) * rstd
-        mean = tl.sum(dy * weight * x_hat, 0)
+    end_column, is_end = _ends(first, N, VECTOR)
+    end_weight = _load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT)
+    end_dw = tl.zeros([2 * VECTOR], tl.float32)
+    step = tl.num_programs(0)
+    next_dy = _load_ends(dy_ptr, first, rows, end_column, is_end, N)
+    next_x = _load_ends(x_ptr, first, rows, end_column, is_end, N)
+    next_rstd = tl.load(rstd_ptr + first)
+    for row in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
+        start = tl.cast(row, tl.int64) * N
+        at = (start + VECTOR - 1) // VECTOR * VECTOR + tl.arange(0, BLOCK_N)
+        end_at = start + end_column
+        rstd = next_rstd
+        next_rstd = tl.load(rstd_ptr + tl.minimum(row + step, rows - 1))
+        dy = _load(dy_ptr + at, inside, EVEN)
+        x_hat = _load(x_ptr + at, inside, EVEN) * rstd
+        end_dy = next_dy.to(tl.float32)
+        end_x_hat = next_x.to(tl.float32) * rstd
+        next_dy = _load_ends(dy_ptr, row + step, rows, end_column, is_end, N)
+        next_x = _load_ends(x_ptr, row + step, rows, end_column, is_end, N)
+        mean = tl.sum(dy * weight * x_hat, 0) + tl.sum(end_dy * end_weight * end_x_hat, 0)
         tail_at, tail_dy, tail_x_hat = at, dy, x_hat
         if BLOCK_TAIL > 0:
-            tail_at = window + BLOCK_N + tl.arange(0, BLOCK_TAIL)
-            tail_dy = _load(dy_ptr + tail_at, tail_at, tail_inside, tail_touched, total, RAGGED_END, VECTOR)
-            tail_x_hat = _load(x_ptr + tail_at, tail_at, tail_inside, tail_touched, total, RAGGED_END, VECTOR) * rstd
+            tail_at = (start + VECTOR - 1) // VECTOR * VECTOR + BLOCK_N + tl.arange(0, BLOCK_TAIL)
+            tail_dy = _load(dy_ptr + tail_at, tail_inside, False)
+            tail_x_hat = _load(x_ptr + tail_at, tail_inside, False) * rstd
             mean += tl.sum(tail_dy * tail_weight * tail_x_hat, 0)
         mean /= N
         dx = rstd * tl.fma(x_hat, -mean, dy * weight)
         if HAS_DH:
-            dx += _load(dh_ptr + at, at, inside, touched, total, RAGGED_MAIN, VECTOR)
-        _store(dx_ptr + at, dx, inside, whole)
+            dx += _load(dh_ptr + at, inside, EVEN)
+        _store(dx_ptr + at, dx, inside, EVEN)
+        end_dx = rstd * tl.fma(end_x_hat, -mean, end_dy * end_weight)
+        if HAS_DH:
+            end_dx += _load(dh_ptr + end_at, is_end, False)
+        _store(dx_ptr + end_at, end_dx, is_end, False)
         if NEED_DW:
             dw += dy * x_hat
+            end_dw += end_dy * end_x_hat
         if BLOCK_TAIL > 0:
             dx = rstd * tl.fma(tail_x_hat, -mean, tail_dy * tail_weight)
             if HAS_DH:
-                dx += _load(dh_ptr + tail_at, tail_at, tail_inside, tail_touched, total, RAGGED_END, VECTOR)
-            _store(dx_ptr + tail_at, dx, tail_inside, tail_whole)
+                dx += _load(dh_ptr + tail_at, tail_inside, False)
+            _store(dx_ptr + tail_at, dx, tail_inside, False)
             if NEED_DW:
                 tail_dw += tail_dy * tail_x_hat
     if NEED_DW:
         partial = partial_ptr + tl.cast(first, tl.int64) * PARTIAL_STRIDE
-        tl.store(partial + column, dw.to(partial_ptr.dtype.element_ty), mask=inside)
+        _store(partial + column, dw, inside, EVEN)
         if BLOCK_TAIL > 0:
-            tl.store(partial + tail_column, tail_dw.to(partial_ptr.dtype.element_ty), mask=tail_inside)
+            _store(partial + tail_column, tail_dw, tail_inside, False)
+        _store(partial + end_column, end_dw, is_end, False)

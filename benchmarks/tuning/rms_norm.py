@@ -70,8 +70,12 @@ def _backward(rows: int, n: int, residual: bool, device: torch.device) -> tuple[
 
 
 # What is still open, the likeliest first; what lost on an H200 stands in the comments of kernels/launch/rms_norm.py.
-def _window(main: int, tail: int, warps: int, programs: int, registers: int = 0, stages: int = 3) -> RmsNormLaunch:
-    return RmsNormLaunch(1, main, tail, warps, programs, stages, window=True, max_registers=registers)
+def _ahead(main: int, tail: int, warps: int, programs: int, registers: int = 0) -> RmsNormLaunch:
+    return RmsNormLaunch(1, main, tail, warps, programs, 3, unaligned=True, max_registers=registers)
+
+
+def _late(main: int, tail: int, warps: int) -> RmsNormLaunch:
+    return RmsNormLaunch(1, main, tail, warps, unaligned=True, late_weight=True)
 
 
 def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> RmsNormLaunch:
@@ -100,28 +104,31 @@ _FORWARD = {
     ),
     (8192, 8192): (_kept(8192, 8, late_weight=True), RmsNormLaunch(1, 8192, 0, 8, late_weight=True)),
     (16384, 5120): (_kept(4096, 4, 1024), _kept(4096, 8, 1024), _kept(4096, 4, 1024, late_weight=True)),
-    (16384, 4097): (_window(4096, 16, 8, SMS * 4, 64), _window(4096, 16, 8, SMS * 4, 64, 2)),
-    (16384, 5121): (
-        _window(4096, 2048, 8, SMS * 3 // 8 * 8, 80),
-        _window(8192, 0, 16, SMS * 2, 64),
-        _window(4096, 2048, 16, SMS * 2, 64),
-    ),
-    (65536, 769): (_window(1024, 0, 2, SMS * 16, 64), _window(1024, 0, 1, SMS * 16, 80)),
+    (16384, 4097): (_late(4096, 0, 4), _late(4096, 0, 2), _late(4096, 0, 8), _ahead(4096, 0, 4, SMS * 4)),
+    (16384, 5121): (_ahead(4096, 1024, 4, SMS * 3 // 8 * 8), _late(4096, 1024, 4)),
+    (16384, 2049): (_late(2048, 0, 2), _late(2048, 0, 1), _ahead(2048, 0, 2, SMS * 6)),
+    (65536, 769): (_late(512, 256, 1), _ahead(512, 256, 1, SMS * 16)),
+    (65536, 513): (_late(512, 0, 1), _ahead(512, 0, 1, SMS * 16)),
+    (8192, 8193): (_late(8192, 0, 8), _late(8192, 0, 4), _ahead(8192, 0, 8, SMS * 2)),
+    (4096, 16383): (_ahead(16384, 0, 16, SMS // 8 * 8), _late(16384, 0, 16), _late(16384, 0, 8)),
 }
 _ADD_FORWARD = {
     (65536, 768): (RmsNormLaunch(2, 1024, 0, 4, load="evict_last"), _thirds(256)),
     (32768, 2048): (_kept(2048, 8), _kept(2048, 4)),
     (8192, 8192): (_kept(8192, 16), _kept(8192, 16, late_weight=True)),
     **dict.fromkeys(((16384, 4096), (2048, 4096)), (_kept(4096, 8), _kept(4096, 16), RmsNormLaunch(1, 4096, 0, 8))),
-    (16384, 4097): (_window(4096, 16, 8, SMS * 2), _window(4096, 16, 8, SMS * 3 // 8 * 8, 80)),
-    (65536, 769): (_window(1024, 0, 2, SMS * 8, 128), _window(1024, 0, 2, SMS * 16, 64)),
+    (16384, 4097): (_late(4096, 0, 8), _late(4096, 0, 4), _ahead(4096, 0, 16, SMS * 2)),
+    (16384, 5121): (_ahead(4096, 1024, 8, SMS * 2), _late(4096, 1024, 8), _late(4096, 1024, 4)),
+    (65536, 769): (_late(512, 256, 1), _ahead(512, 256, 2, SMS * 12)),
+    (65536, 513): (_late(512, 0, 1), _ahead(512, 0, 1, SMS * 16)),
+    (8192, 8193): (_late(8192, 0, 16), _late(8192, 0, 8), _ahead(8192, 0, 16, SMS * 2)),
 }
 _BACKWARD = {
-    (16384, 4097): (
-        _window(4096, 16, 8, SMS * 2, 128),
-        _window(4096, 16, 8, SMS * 2, 128, 4),
-        _window(4096, 2048, 16, SMS // 8 * 8, 128),
-    ),
+    (16384, 4097): (_ahead(4096, 0, 8, SMS * 2, 128), _ahead(4096, 0, 4, SMS * 2)),
+    (16384, 5121): (_ahead(4096, 1024, 8, SMS * 2, 128), _ahead(4096, 1024, 8, SMS // 8 * 8)),
+    (65536, 769): (_ahead(512, 256, 2, SMS * 8, 128), _ahead(512, 256, 2, SMS * 10, 96)),
+    (65536, 513): (_ahead(512, 0, 1, SMS * 16, 128), _ahead(512, 0, 2, SMS * 12)),
+    (8192, 8193): (_ahead(8192, 0, 16, SMS // 8 * 8),),
     (16384, 4096): (
         RmsNormLaunch(1, 4096, 0, 16, SMS, 4),
         RmsNormLaunch(1, 4096, 0, 4, SMS * 2, 3),
@@ -137,7 +144,9 @@ _BACKWARD = {
 }
 _ADD_BACKWARD = {
     (16384, 4096): (RmsNormLaunch(1, 4096, 0, 16, SMS, 4), RmsNormLaunch(1, 4096, 0, 4, SMS * 2, 3)),
-    (16384, 4097): (_window(4096, 16, 8, SMS * 2, 128), _window(4096, 2048, 16, SMS // 8 * 8, 128)),
+    (16384, 4097): (_ahead(4096, 0, 8, SMS * 2, 128), _ahead(4096, 0, 4, SMS * 2)),
+    (16384, 5121): (_ahead(4096, 1024, 8, SMS * 2, 128), _ahead(4096, 1024, 8, SMS // 8 * 8)),
+    (65536, 769): (_ahead(512, 256, 2, SMS * 8, 128), _ahead(512, 256, 2, SMS * 10, 96)),
 }
 _SUMS = tuple(
     SumLaunch(partials, block, warps)

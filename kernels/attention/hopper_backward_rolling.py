@@ -19,6 +19,7 @@ from fuselm.kernels.attention.hopper_common import (
     load_rows,
     matrix,
     mbarrier,
+    meet,
     note,
     noted,
     place_of,
@@ -35,6 +36,9 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 STAGES = constexpr(2)  # of queries; the waits below count on two
+# Named barriers (Triton uses those from 0 on): queries of a slot were read; a consumer's dS of even and odd blocks.
+RELEASED = constexpr(8)
+DS = constexpr(10)
 
 
 @gluon_jit
@@ -65,7 +69,7 @@ def short_tiles_last(position, heads, section, tiles, HELD: tl.constexpr):
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr, counter_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
     plan_full, plan_empty, kv_full, q_full, q_empty, do_full, _ds_full = barriers
@@ -74,6 +78,7 @@ def _produce(
     used = gl.program_id(0) * 0  # those that had blocks
     done = gl.program_id(0) * 0  # blocks so far
     passed = gl.program_id(0) * 0  # blocks before the last tile that had some
+    freed = gl.program_id(0) * 0  # blocks that both consumers have released
     position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while position < instances * tiles:
         # The first keys meet the most queries: they go first.
@@ -108,7 +113,12 @@ def _produce(
             pair = used & 1
             # The keys in this buffer are those of the tile before the last, and used until the first pass of the last
             # tile is over. Who has loaded three blocks since then has waited for that already.
-            if (used > 1) & (done - passed < 3):
+            if NAMED & 1:
+                if used > 1:
+                    while freed <= passed:
+                        meet(freed & 1, 8, 9, 288, True)
+                        freed += 1
+            elif (used > 1) & (done - passed < 3):
                 mbarrier.wait(q_empty.index(passed % STAGES), passed // STAGES & 1)
             for c in gl.static_range(2):
                 full = kv_full.index(2 * pair + c)
@@ -124,7 +134,12 @@ def _produce(
                 row = (block_begin + block) * BLOCK_M
                 slot = done % STAGES
                 phase = done // STAGES & 1
-                mbarrier.wait(q_empty.index(slot), phase ^ 1)
+                if NAMED & 1:
+                    while freed < done - 1:
+                        meet(freed & 1, 8, 9, 288, True)
+                        freed += 1
+                else:
+                    mbarrier.wait(q_empty.index(slot), phase ^ 1)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
                 tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
                 tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
@@ -133,6 +148,10 @@ def _produce(
                 load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
                 done += 1
         position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if NAMED & 1:
+        while freed < done:
+            meet(freed & 1, 8, 9, 288, True)
+            freed += 1
     mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
     note(plan, number & 1, 0, -1)
     mbarrier.arrive(plan_full.index(number & 1), count=1)
@@ -155,7 +174,7 @@ def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
 def _consume(
     buffers, barriers, problem, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_out, dv_out = outputs
@@ -207,7 +226,10 @@ def _consume(
         if count > 0:
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
-                mbarrier.arrive(ds_full.index(0), count=1)
+                if NAMED & 2:
+                    meet(number * 0, 10 + ME, 12 + ME, 256, False)
+                else:
+                    mbarrier.arrive(ds_full.index(0), count=1)
                 dq_row = padded + block * BLOCK_M
         for i in range(group * count):
             done = passed + i  # pyright: ignore[reportOperatorIssue]
@@ -247,17 +269,34 @@ def _consume(
             # began, or nearly so: the consumers need not keep step, and one's softmax can meet the other's products.
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
-            mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            if NAMED & 2:
+                if NAMED & 4:
+                    mbarrier.wait(do_full.index(slot), phase)
+                meet(done & 1, 11 - ME, 13 - ME, 256, True)
+                if NAMED & 8:
+                    mbarrier.wait(do_full.index(slot), phase)
+            else:
+                mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
             dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
             fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
-            mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
+            if NAMED & 2:
+                if NAMED & 16:
+                    mbarrier.wait(do_full.index(slot), phase)
+                meet(done & 1, 12 + ME, 10 + ME, 256, False)
+                if NAMED & 32:
+                    mbarrier.wait(do_full.index(slot), phase)
+            else:
+                mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(q_empty.index(slot), count=1)
+            if NAMED & 1:
+                meet(slot, 8, 9, 288, False)
+            else:
+                mbarrier.arrive(q_empty.index(slot), count=1)
             dq_row = padded + block * BLOCK_M
             block += 1
             if block == block_begin + count:  # on to the next head
@@ -289,7 +328,10 @@ def _consume(
         mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
         count = noted(plan, number & 1, 0)
     if passed > 0:
-        mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
+        if NAMED & 2:
+            meet(passed & 1, 11 - ME, 13 - ME, 256, True)
+        else:
+            mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
@@ -304,7 +346,7 @@ def hopper_backward_rolling_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -334,11 +376,11 @@ def hopper_backward_rolling_kernel(
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, NAMED)),
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, NAMED)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD)),
+                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD, NAMED)),
         ],
         [4, 1],
         [240, 24],

@@ -202,6 +202,31 @@ def give_turn(OTHER: tl.constexpr):
 
 
 @gluon_jit
+def meet(odd, EVEN: tl.constexpr, ODD: tl.constexpr, THREADS: tl.constexpr, WAIT: tl.constexpr):
+    """Arrives at named barrier EVEN, or at ODD if `odd` is 1, whose round ends when THREADS threads have; waits for
+    that if WAIT.
+
+    Warps arrive one by one. At an mbarrier one thread arrives, for which Triton brings those of a partition together
+    before and once more behind it.
+    """
+    verb: tl.constexpr = gl.constexpr("sync" if WAIT else "arrive")
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred odd; setp.ne.b32 odd, $1, 0; @!odd bar.{verb} {EVEN}, {THREADS}; "
+        f"@odd bar.{verb} {ODD}, {THREADS}; mov.b32 $0, $1; }}",
+        "=r,r", [odd], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon_jit
+def seam(number):
+    """The number, which is never -1, behind a loop that is never gone through again: ptxas moves nothing across."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; again: setp.eq.b32 never, $1, -1; @never bra again; mov.b32 $0, $1; }",
+        "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon_jit
 def release(empty, slot):
     """The slot is read: TMA may overwrite it, once every thread of the partition is here."""
     fence_async_shared()

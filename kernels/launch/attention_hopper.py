@@ -75,6 +75,7 @@ class HopperBackwardLaunch:
 
     section_bytes: int | None
     held: int = 0
+    named: int = 0
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:

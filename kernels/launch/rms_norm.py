@@ -20,9 +20,8 @@ _VECTOR_BYTES = 16
 # Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
-# Narrowest unaligned rows that are read in whole vectors; forward without a residual those of 769 gained already.
-_WINDOW_WIDTH = 1024
-_FORWARD_WINDOW_WIDTH = 769
+# Narrowest unaligned rows that are read in whole vectors: narrower ones were not timed.
+_UNALIGNED_WIDTH = 769
 # Elements of the rows that one program takes alone, backward: 16 a thread.
 _ONE_PROGRAM = 16384
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
@@ -44,12 +43,11 @@ class RmsNormLaunch:
         programs: programs of a persistent grid, whose programs take the next rows in turn; 0 for one program a block
             of rows. Backward, each program writes one fp32 partial of dw.
         num_stages: rows in flight through shared memory in a program's loop; 1 for loads straight to registers.
-        window: the kernels of rms_norm_unaligned_kernels.py, for dense rows that start anywhere: whole vectors, which
-            take in the neighbours' elements at both ends of a row. The blocks hold a row that begins 15 bytes into
-            them, and a program's rows begin equally deep.
+        unaligned: the kernels of rms_norm_unaligned_kernels.py, for dense rows that start anywhere. The blocks hold a
+            row's whole vectors, and a program's rows begin equally deep in one: the programs are a multiple of 8.
         late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
             fewer registers, so that more rows are in flight. The first programs bring it into L2 before.
-        max_registers: with `window`, registers a thread at most, 0 for no limit: more programs an SM.
+        max_registers: backward, with `unaligned`: registers a thread at most, 0 for no limit: more programs an SM.
         load: forward: eviction policy of the rows that are read, "" or "evict_last".
         blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
             one warp: no lane is idle, and no warp waits for another.
@@ -61,7 +59,7 @@ class RmsNormLaunch:
     num_warps: int
     programs: int = 0
     num_stages: int = 1
-    window: bool = False
+    unaligned: bool = False
     late_weight: bool = False
     max_registers: int = 0
     load: str = ""
@@ -69,7 +67,7 @@ class RmsNormLaunch:
 
     def covers(self, n: int) -> bool:
         """True where a row of `n` elements is held in registers as a whole."""
-        return self.blocks * self.block_n + self.block_tail >= n
+        return self.unaligned or self.blocks * self.block_n + self.block_tail >= n
 
     def rows_in_one_thread(self, columns: int, itemsize: int) -> bool:
         """True where the program's threads all lie along a row of `columns`, so that a sum over rows is local."""
@@ -123,26 +121,36 @@ def _staged(row_bytes: int, per_sm: int, profile: DeviceProfile) -> tuple[int, i
     return profile.num_sms * per_sm, 1
 
 
-def _window(
-    n: int, itemsize: int, tensors: int, registers: int, profile: DeviceProfile, wide_tail: int = 0
+def _unaligned(
+    main: int, tail: int, itemsize: int, num_warps: int, tensors: int, registers: int, profile: DeviceProfile
 ) -> RmsNormLaunch | None:
-    """Unaligned rows of `tensors` tensors in whole vectors, 16 elements a thread, so many programs as `registers` a
-    thread and two rows ahead leave room for; None where there is none. A tail of more than a 16th of the main block
-    takes twice the threads, or `wide_tail` registers instead where it is given."""
-    main, tail = split_width(n + _VECTOR_BYTES // itemsize - 1)
-    # 16384 x 4097 forward: 8 elements a thread 0.095, 16 elements 0.077. A tail is the 17th, a wide one too many.
-    wide = 16 * tail > main
-    if wide and wide_tail and main <= 4096:
-        # Up to 24 elements a thread. 16384 x 5121: 0.102 with three programs of eight warps an SM, 0.108 with two of
-        # 16. Of a main block of 8192 there would be one program.
-        registers, wide = wide_tail, False
-    num_warps = _warps(2 * main if wide else main, 16, 64)
-    per_sm = _REGISTERS // (32 * num_warps * registers)
-    programs, stages = _staged(tensors * (main + tail) * itemsize, max(per_sm, 1), profile)
-    if per_sm == 0 or stages != 3:
+    """Unaligned rows of `tensors` tensors, so many programs as `registers` a thread and two rows ahead leave room for;
+    None where there is none."""
+    per_sm = max(_REGISTERS // (32 * num_warps * registers), 1)
+    programs, stages = _staged(tensors * (main + tail) * itemsize, per_sm, profile)
+    if stages != 3:
         return None
-    # A multiple of the elements of a vector: the rows of a program, a grid apart, then begin equally deep in theirs.
-    return RmsNormLaunch(1, main, tail, num_warps, max(programs // 8 * 8, 8), 3, window=True, max_registers=registers)
+    return RmsNormLaunch(1, main, tail, num_warps, max(programs // 8 * 8, 8), 3, unaligned=True)
+
+
+def _unaligned_forward(whole: int, itemsize: int, residual: bool, profile: DeviceProfile) -> RmsNormLaunch:
+    """Dense unaligned rows of `whole` elements and some more: a program each, which loads the weight late and element
+    by element; or, where a small tail would leave lanes idle or a row is long, a persistent grid with rows through
+    shared memory.
+
+    A thread has 32 elements, 16 with a residual: with half of that 16384 x 4097 takes 0.0823 for 0.0718, with a quarter
+    0.1165. On a persistent grid 0.0762, with a residual 0.1457 for 0.1366. 8192 x 8193: 0.0750 and 0.0769, with a
+    residual 0.1416 and 0.1488. 65536 x 769: 0.0576 and 0.0601, with a residual 0.1067 and 0.1157; but 16384 x 5121
+    0.0998 and 0.0945, with a residual 0.1863 and 0.1826, and 4096 x 16383 0.0870 and 0.0811.
+    """
+    main, tail = split_width(whole)
+    num_warps = _warps(main, 16 if residual else 32, 32)
+    if main > 8192 or (tail and main >= 2048):
+        registers = 96 if residual else 144
+        launch = _unaligned(main, tail, itemsize, num_warps, 2 if residual else 1, registers, profile)
+        if launch is not None:
+            return launch
+    return RmsNormLaunch(1, main, tail, num_warps, unaligned=True, late_weight=True)
 
 
 @functools.lru_cache(1024)
@@ -159,6 +167,9 @@ def forward_launch(
         residual: a residual is added first.
         dense: row r begins r * n elements behind a 16-byte border, in x and in residual.
     """
+    whole = n * itemsize // _VECTOR_BYTES * _VECTOR_BYTES // itemsize  # elements in whole vectors
+    if dense and whole < n and _UNALIGNED_WIDTH <= n <= _FORWARD_WIDTH:
+        return _unaligned_forward(whole, itemsize, residual, profile)
     if n > _FORWARD_WIDTH:
         # All threads of a multiprocessor on two rows: with more rows at once they would leave the L2 cache.
         return RmsNormLaunch(1, 32768 // itemsize, 0, 32)
@@ -166,17 +177,6 @@ def forward_launch(
     load = load_hint(n * itemsize)
     main, tail = split_width(n)
     if n * itemsize % _VECTOR_BYTES:
-        # 16384 x 4097: 0.077 with four programs of 64 registers an SM, 0.095 with two of twice the threads, 0.088 with
-        # one row ahead instead of two. With a residual 0.146, with half the elements a thread 0.153. Three programs
-        # where 64 registers spill: fp32, and on sm_100 rows that end inside the main block. 65536 x 769: 0.065, with
-        # narrow loads 0.084, two rows at once 0.070.
-        registers = 128 if residual else 80 if itemsize == 4 or (profile.arch >= 100 and n <= 4096) else 64
-        wide_tail = 80 if itemsize == 2 and not residual and profile.arch < 100 else 0  # more registers spill on sm_100
-        narrowest = _WINDOW_WIDTH if residual else _FORWARD_WINDOW_WIDTH
-        window = _window(n, itemsize, tensors, registers, profile, wide_tail) if dense and n >= narrowest else None
-        if window is not None:
-            # With a residual the compiler takes fewer registers where nothing is said (89 for 111).
-            return dataclasses.replace(window, max_registers=0) if residual else window
         # Narrow loads, many of them a thread. 16384 x 4097: 0.087; early weight, 8193 x 4097: 0.047, with 16 elements
         # a thread 0.051.
         return RmsNormLaunch(1, main, tail, _warps(main if 4 * tail <= main else 2 * main, 32, 32), late_weight=True)
@@ -230,6 +230,23 @@ def backward_launch(
         dense: row r begins r * n elements behind a 16-byte border, in dy, x and dh.
     """
     aligned = n * itemsize % _VECTOR_BYTES == 0
+    tensors = 3 if residual else 2
+    whole, few = _power_of_two(n), _power_of_two(rows)
+    if n <= _BACKWARD_WIDTH and few * whole <= _ONE_PROGRAM:
+        # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
+        return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
+    main, tail = split_width(n * itemsize // _VECTOR_BYTES * _VECTOR_BYTES // itemsize)
+    if not aligned and dense and n >= _UNALIGNED_WIDTH and main + tail <= _BACKWARD_WIDTH:
+        # 16384 x 4097: 0.114 with two programs an SM (128 registers) of eight warps, 0.123 of four; with the ends of a
+        # row loaded when it comes 0.125. With dh 0.150, 0.152 and 0.161. 65536 x 769: 0.0935 with two warps, one
+        # 0.102. 16384 x 5121, 20 elements a thread: 0.140 with 128 registers and two programs an SM, 0.169 with one of
+        # more registers, 0.182 with one of twice the threads; with dh 0.213, 0.225 and 0.229. Wider tails spill there.
+        num_warps = max(_warps(main, 16, 32), min(_warps(tail, 4, 32), 2))
+        few_elements = main + tail <= (20 if itemsize == 2 else 16) * 32 * num_warps
+        registers = 128 if few_elements else 168 if itemsize == 2 else 224
+        launch = _unaligned(main, tail, itemsize, num_warps, tensors, registers, profile)
+        if launch is not None:
+            return dataclasses.replace(launch, max_registers=registers)
     if n > _BACKWARD_WIDTH:
         if not aligned:
             # Narrow loads, each with an address of its own: with more of them a thread registers spill.
@@ -243,17 +260,6 @@ def backward_launch(
         # 4096 x 16384: 0.177 with 8192 columns of two rows, 0.180 with 4096. 64 bytes of x a thread: 128 spill.
         columns = min(16384, 32768 // block_rows) // itemsize
         return RmsNormLaunch(block_rows, columns, 0, 16, profile.num_sms)
-    tensors = 3 if residual else 2
-    whole, few = _power_of_two(n), _power_of_two(rows)
-    if few * whole <= _ONE_PROGRAM:
-        # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
-        return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
-    if not aligned and dense and n >= _WINDOW_WIDTH:
-        # 16384 x 4097: 0.126 with two programs an SM (128 registers), 0.168 with one of twice the threads, 0.154 with
-        # one row ahead instead of two. With dh 0.161 and 0.223.
-        window = _window(n, itemsize, tensors, 128, profile)
-        if window is not None:
-            return window
     main, tail = split_width(n)
     if tail and aligned and main <= 4 * tail:
         # 65536 x 768: 0.086 with two warps and rows through shared memory, 0.091 with one warp that loads straight to

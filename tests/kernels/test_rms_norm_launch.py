@@ -64,24 +64,28 @@ def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("late_weight", [False, True])
 @pytest.mark.parametrize(
     ("n", "programs", "rows"),
     [
-        (257, 8, 19),  # main block and tail, and the last vector is no whole one
-        (301, 16, 24),
+        (257, 8, 19),
+        (301, 16, 24),  # a second block
         (301, 8, 9),
-        (505, 8, 16),  # a row that begins late reaches into the tail
+        (511, 8, 16),  # a row that begins at a border has one vector more than others
         (303, 0, 3),
+        (263, 0, 8),
     ],
 )
-def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, rows, dtype, device, generator, monkeypatch):
+def test_rows_that_start_anywhere_give_what_padded_ones_give(
+    n, programs, rows, late_weight, dtype, device, generator, monkeypatch
+):
     x, r = (torch.randn(rows, n, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     w = torch.randn(n, device=device, generator=generator).to(dtype).requires_grad_()
     dy, dh = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for _ in range(2))
     results = []
     for launch in (
         RmsNormLaunch(1, 1024, 0, 4, 4),
-        RmsNormLaunch(1, 256 if n < 264 else 512, 16, 4, programs, 3, window=True, max_registers=64),
+        RmsNormLaunch(1, 256, 0 if n < 260 else 256, 4, programs, 3, unaligned=True, late_weight=late_weight),
     ):
         monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
         monkeypatch.setattr(module, "backward_launch", functools.partial(lambda value, *_: value, launch))
@@ -97,8 +101,9 @@ def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, rows, 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter multiplies in numpy
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_spoils_no_neighbour_in_its_vectors(bad, device, generator, monkeypatch):
-    launch = RmsNormLaunch(1, 256, 16, 4, 8, 3, window=True, max_registers=64)
+@pytest.mark.parametrize("programs", [8, 0])
+def test_a_row_that_is_not_finite_spoils_no_neighbour_in_its_vectors(bad, programs, device, generator, monkeypatch):
+    launch = RmsNormLaunch(1, 256, 0, 4, programs, 3, unaligned=True, late_weight=not programs)
     monkeypatch.setattr(module, "forward_launch", lambda *_: launch)
     monkeypatch.setattr(module, "backward_launch", lambda *_: launch)
     x, r, dy, dh = (torch.randn(19, 257, device=device, generator=generator).bfloat16() for _ in range(4))
@@ -155,7 +160,7 @@ def test_unaligned_rows_of_tensors_that_are_not_dense_are_read_narrowly(view, de
         "one element into a tensor": base.flatten()[1 : 1 + 20 * 1027].view(20, 1027),
         "expanded": base[:1, :1027].expand(20, 1027),
     }[view].requires_grad_()
-    assert backward_launch(20, 1027, 4, KNOWN_PROFILES[90]).window
+    assert backward_launch(20, 1027, 4, KNOWN_PROFILES[90]).unaligned
     taken = []
     for name in ("rms_norm_unaligned_forward_kernel", "rms_norm_unaligned_backward_kernel"):
         monkeypatch.setattr(module, name, _Counting(getattr(module, name), taken))
@@ -194,8 +199,11 @@ def test_launches_are_possible_for_every_width(arch, itemsize, rows):
             assert launch.num_warps <= 32 and columns < 2 * max(n, 16)
             assert not launch.block_tail or launch.covers(n)  # chunks have no tail
             assert launch.blocks == 1 or (launch.late_weight and launch.block_rows == launch.num_warps)  # a row a warp
-            if launch.covers(n):  # elements a thread holds: more would spill
-                assert launch.block_rows * columns / (32 * launch.num_warps) <= 40, (n, launch)
+            if launch.covers(n):  # elements a thread holds: with more some directions spill
+                assert launch.block_rows * columns / (32 * launch.num_warps) <= (48 if launch.unaligned else 40), (
+                    n,
+                    launch,
+                )
             else:
                 assert launch.block_rows * launch.block_n / (32 * launch.num_warps) <= 32, (n, launch)
             # Rows on their way through shared memory, all but the one that is computed.
@@ -207,17 +215,16 @@ def test_launches_are_possible_for_every_width(arch, itemsize, rows):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_windows_hold_a_row_that_begins_anywhere_equally_deep_in_each_program(arch, itemsize):
+def test_unaligned_rows_begin_equally_deep_in_each_program_that_takes_several(arch, itemsize):
     vector, found = 16 // itemsize, 0
     for n in (*WIDTHS, *range(1025, 16384, 118)):
-        for launch, tensors in _launches(65536, n, itemsize, arch):
-            if not launch.window:
+        for launch, _tensors in _launches(65536, n, itemsize, arch):
+            if not launch.unaligned:
                 continue
             found += 1
-            assert n % vector and launch.covers(n + vector - 1) and launch.block_rows == 1
-            assert launch.programs % vector == 0
-            held = (launch.max_registers or 128) * 32 * launch.num_warps
-            assert held <= 65536 and (tensors < 3 or launch.max_registers == 128)
+            assert n % vector and launch.block_n + launch.block_tail >= n // vector * vector and launch.block_rows == 1
+            assert launch.programs % vector == 0 and (launch.programs == 0) == launch.late_weight
+            assert launch.max_registers * 32 * launch.num_warps <= 65536
     assert found > 100
 
 
@@ -250,18 +257,26 @@ def test_a_residual_takes_launches_of_its_own_where_they_were_faster():
     assert forward_launch(1, 768, 2, hopper, True) == kept(1, 1024, 0, 4)
 
 
-def test_unaligned_rows_without_a_residual_are_read_in_whole_vectors_from_769_on():
-    """With more programs of fewer threads where the second block is wide."""
-    window = functools.partial(RmsNormLaunch, num_stages=3, window=True)
+def test_unaligned_rows_take_the_launches_that_were_faster():
+    late = functools.partial(RmsNormLaunch, unaligned=True, late_weight=True)
+    ahead = functools.partial(RmsNormLaunch, num_stages=3, unaligned=True)
     hopper = KNOWN_PROFILES[90]
-    assert [forward_launch(65536, n, 2, hopper) for n in (769, 4097, 5121)] == [
-        window(1, 1024, 0, 2, 2112, max_registers=64),
-        window(1, 4096, 16, 8, 528, max_registers=64),
-        window(1, 4096, 2048, 8, 392, max_registers=80),
-    ]
-    assert not any(forward_launch(65536, n, 2, hopper, n == 769).window for n in (767, 769))
-    assert forward_launch(65536, 9001, 2, hopper).num_warps == 32  # of 16 warps one program alone would fit
-    assert forward_launch(65536, 5121, 2, KNOWN_PROFILES[100]).num_warps == 16
+    chosen = {
+        n: [
+            choose(65536, n, 2, hopper, residual) for choose in (forward_launch, backward_launch) for residual in (0, 1)
+        ]
+        for n in (769, 4097, 5121, 8193)
+    }
+    of_two, of_eight = (functools.partial(ahead, num_warps=w, max_registers=128) for w in (2, 8))
+    assert chosen == {
+        769: [late(1, 512, 256, 1)] * 2 + [of_two(1, 512, 256, programs=1056)] * 2,
+        4097: [late(1, 4096, 0, 4), late(1, 4096, 0, 8)] + [of_eight(1, 4096, 0, programs=264)] * 2,
+        5121: [ahead(1, 4096, 1024, 4, 392), ahead(1, 4096, 1024, 8, 264)]
+        + [of_eight(1, 4096, 1024, programs=264)] * 2,
+        8193: [late(1, 8192, 0, 8), late(1, 8192, 0, 16)]
+        + [ahead(1, 8192, 0, 16, programs=128, max_registers=128)] * 2,
+    }
+    assert not any(forward_launch(65536, n, 2, hopper, False, n == 767).unaligned for n in (767, 769))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
