@@ -36,9 +36,6 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 STAGES = constexpr(2)  # of queries; the waits below count on two
-# Named barriers (Triton uses those from 0 on): queries of a slot were read; a consumer's dS of even and odd blocks.
-RELEASED = constexpr(8)
-DS = constexpr(10)
 
 
 @gluon_jit
@@ -116,7 +113,7 @@ def _produce(
             if NAMED & 1:
                 if used > 1:
                     while freed <= passed:
-                        meet(freed & 1, 8, 9, 288, True)
+                        meet(freed & 1, 8, 288, True)
                         freed += 1
             elif (used > 1) & (done - passed < 3):
                 mbarrier.wait(q_empty.index(passed % STAGES), passed // STAGES & 1)
@@ -136,7 +133,7 @@ def _produce(
                 phase = done // STAGES & 1
                 if NAMED & 1:
                     while freed < done - 1:
-                        meet(freed & 1, 8, 9, 288, True)
+                        meet(freed & 1, 8, 288, True)
                         freed += 1
                 else:
                     mbarrier.wait(q_empty.index(slot), phase ^ 1)
@@ -150,7 +147,7 @@ def _produce(
         position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if NAMED & 1:
         while freed < done:
-            meet(freed & 1, 8, 9, 288, True)
+            meet(freed & 1, 8, 288, True)
             freed += 1
     mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
     note(plan, number & 1, 0, -1)
@@ -227,7 +224,7 @@ def _consume(
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
                 if NAMED & 2:
-                    meet(number * 0, 10 + ME, 12 + ME, 256, False)
+                    meet(number * 0, 10 + 2 * ME, 256, False)
                 else:
                     mbarrier.arrive(ds_full.index(0), count=1)
                 dq_row = padded + block * BLOCK_M
@@ -270,11 +267,7 @@ def _consume(
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
             if NAMED & 2:
-                if NAMED & 4:
-                    mbarrier.wait(do_full.index(slot), phase)
-                meet(done & 1, 11 - ME, 13 - ME, 256, True)
-                if NAMED & 8:
-                    mbarrier.wait(do_full.index(slot), phase)
+                meet(done & 1, 12 - 2 * ME, 256, True)
             else:
                 mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
             dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
@@ -284,17 +277,13 @@ def _consume(
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             if NAMED & 2:
-                if NAMED & 16:
-                    mbarrier.wait(do_full.index(slot), phase)
-                meet(done & 1, 12 + ME, 10 + ME, 256, False)
-                if NAMED & 32:
-                    mbarrier.wait(do_full.index(slot), phase)
+                meet(done + 1 & 1, 10 + 2 * ME, 256, False)
             else:
                 mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             if NAMED & 1:
-                meet(slot, 8, 9, 288, False)
+                meet(slot, 8, 288, False)
             else:
                 mbarrier.arrive(q_empty.index(slot), count=1)
             dq_row = padded + block * BLOCK_M
@@ -329,7 +318,7 @@ def _consume(
         count = noted(plan, number & 1, 0)
     if passed > 0:
         if NAMED & 2:
-            meet(passed & 1, 11 - ME, 13 - ME, 256, True)
+            meet(passed & 1, 12 - 2 * ME, 256, True)
         else:
             mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)

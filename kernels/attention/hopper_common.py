@@ -202,27 +202,18 @@ def give_turn(OTHER: tl.constexpr):
 
 
 @gluon_jit
-def meet(odd, EVEN: tl.constexpr, ODD: tl.constexpr, THREADS: tl.constexpr, WAIT: tl.constexpr):
-    """Arrives at named barrier EVEN, or at ODD if `odd` is 1, whose round ends when THREADS threads have; waits for
-    that if WAIT.
+def meet(odd, FIRST: tl.constexpr, THREADS: tl.constexpr, WAIT: tl.constexpr):
+    """Arrives at named barrier FIRST, or at the next one if `odd` is 1, whose round ends when THREADS threads have;
+    waits for that if WAIT. Nobody may arrive twice in a round.
 
-    Warps arrive one by one. At an mbarrier one thread arrives, for which Triton brings those of a partition together
-    before and once more behind it.
+    Warps arrive one by one. At an mbarrier one thread arrives, for which Triton brings those of a partition together,
+    and once more where they next touch shared memory. Triton uses the first few of the 16 named barriers.
     """
     verb: tl.constexpr = gl.constexpr("sync" if WAIT else "arrive")
     gl.inline_asm_elementwise(
-        f"{{ .reg .pred odd; setp.ne.b32 odd, $1, 0; @!odd bar.{verb} {EVEN}, {THREADS}; "
-        f"@odd bar.{verb} {ODD}, {THREADS}; mov.b32 $0, $1; }}",
+        f"{{ .reg .pred odd; setp.ne.b32 odd, $1, 0; @!odd bar.{verb} {FIRST}, {THREADS}; "
+        f"@odd bar.{verb} {FIRST + 1}, {THREADS}; mov.b32 $0, $1; }}",
         "=r,r", [odd], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon_jit
-def seam(number):
-    """The number, which is never -1, behind a loop that is never gone through again: ptxas moves nothing across."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred never; again: setp.eq.b32 never, $1, -1; @never bra again; mov.b32 $0, $1; }",
-        "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

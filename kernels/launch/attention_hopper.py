@@ -71,6 +71,7 @@ class HopperBackwardLaunch:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
             in hopper_backward_rolling.py).
+        named: named barriers in the place of mbarriers, 1: for queries that have been read, 2: for dS that is there.
     """
 
     section_bytes: int | None

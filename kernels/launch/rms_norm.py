@@ -21,7 +21,7 @@ _VECTOR_BYTES = 16
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
 # Narrowest unaligned rows that are read in whole vectors: narrower ones were not timed.
-_UNALIGNED_WIDTH = 769
+_UNALIGNED_WIDTH = 513
 # Elements of the rows that one program takes alone, backward: 16 a thread.
 _ONE_PROGRAM = 16384
 # Half of an L2 cache of 60 MB: what all programs together may read a second time.
@@ -138,19 +138,21 @@ def _unaligned_forward(whole: int, itemsize: int, residual: bool, profile: Devic
     by element; or, where a small tail would leave lanes idle or a row is long, a persistent grid with rows through
     shared memory.
 
-    A thread has 32 elements, 16 with a residual: with half of that 16384 x 4097 takes 0.0823 for 0.0718, with a quarter
-    0.1165. On a persistent grid 0.0762, with a residual 0.1457 for 0.1366. 8192 x 8193: 0.0750 and 0.0769, with a
-    residual 0.1416 and 0.1488. 65536 x 769: 0.0576 and 0.0601, with a residual 0.1067 and 0.1157; but 16384 x 5121
-    0.0998 and 0.0945, with a residual 0.1863 and 0.1826, and 4096 x 16383 0.0870 and 0.0811.
+    A thread has 32 elements, of long rows 64, with a residual half as many. 16384 x 4097: 0.0721 with 32, 0.0754 with
+    64, 0.0838 with 16, 0.0790 on a persistent grid; with a residual 0.1378 with 16, 0.1385 with 32, 0.1467 on a grid.
+    8192 x 8193: 0.0740 with 64, 0.0749 with 32, 0.0772 on a grid; with a residual 0.1406 with 32, 0.1439 with 16.
+    65536 x 769: 0.0576, 0.0601 on a grid; with a residual 0.1067 and 0.1157. But 16384 x 5121 0.0998, on a grid 0.0945,
+    with a residual 0.1863 and 0.1826; and 65536 x 513 0.0459 and 0.0427, with a residual 0.0730 and 0.0803.
     """
     main, tail = split_width(whole)
-    num_warps = _warps(main, 16 if residual else 32, 32)
-    if main > 8192 or (tail and main >= 2048):
-        registers = 96 if residual else 144
-        launch = _unaligned(main, tail, itemsize, num_warps, 2 if residual else 1, registers, profile)
+    per_thread = 16 if residual else 32
+    if (tail and main >= 2048) or (main <= 512 and not tail and not residual):
+        registers = 96 if residual else 144 if tail else 128
+        launch = _unaligned(main, tail, itemsize, _warps(main, per_thread, 32), 1 + residual, registers, profile)
         if launch is not None:
             return launch
-    return RmsNormLaunch(1, main, tail, num_warps, unaligned=True, late_weight=True)
+    per_thread *= 2 if main >= 8192 else 1
+    return RmsNormLaunch(1, main, tail, _warps(main, per_thread, 32), unaligned=True, late_weight=True)
 
 
 @functools.lru_cache(1024)
@@ -241,9 +243,11 @@ def backward_launch(
         # row loaded when it comes 0.125. With dh 0.150, 0.152 and 0.161. 65536 x 769: 0.0935 with two warps, one
         # 0.102. 16384 x 5121, 20 elements a thread: 0.140 with 128 registers and two programs an SM, 0.169 with one of
         # more registers, 0.182 with one of twice the threads; with dh 0.213, 0.225 and 0.229. Wider tails spill there.
-        num_warps = max(_warps(main, 16, 32), min(_warps(tail, 4, 32), 2))
-        few_elements = main + tail <= (20 if itemsize == 2 else 16) * 32 * num_warps
-        registers = 128 if few_elements else 168 if itemsize == 2 else 224
+        # 65536 x 513: 0.075 with two warps of 8 elements a thread, 0.080 with one.
+        num_warps = max(_warps(main, 16, 32), 2)
+        per_thread = (main + tail) // (32 * num_warps)
+        few = 20 if itemsize == 2 else 16
+        registers = 84 if per_thread <= 8 else 128 if per_thread <= few else 168 if itemsize == 2 else 224
         launch = _unaligned(main, tail, itemsize, num_warps, tensors, registers, profile)
         if launch is not None:
             return dataclasses.replace(launch, max_registers=registers)

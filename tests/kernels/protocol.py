@@ -97,6 +97,24 @@ class Barrier:
             self.phase, self.pending, self.known = self.phase + 1, self.arrivals, self.coming
 
 
+class NamedBarrier:
+    """A round ends when `threads` threads have arrived."""
+
+    def __init__(self) -> None:
+        self.rounds = 0  # that have ended
+        self.here: set[int] = set()  # partitions that have arrived in this one
+        self.threads = self.coming = self.known = 0
+
+    def arrive(self, me: int, mine: int, threads: int, known: int) -> None:
+        assert me not in self.here, "arrives twice in a round"
+        self.here.add(me)
+        self.threads, self.coming = self.threads + mine, self.coming | known
+        assert self.threads <= threads, "more threads arrive than the barrier counts"
+        if self.threads == threads:
+            self.rounds, self.known = self.rounds + 1, self.coming
+            self.here, self.threads, self.coming = set(), 0, 0
+
+
 class Buffer:
     """A piece of shared memory. `holds`: what the last to write it says that it is."""
 
@@ -163,12 +181,14 @@ class Partition(threading.Thread):
     """Runs when it has the turn.
 
     Attributes:
+        threads: how many it has.
         known: accesses that it knows to be over.
         at: for the test: what it is at.
     """
 
-    def __init__(self, machine: Machine, function: Callable[[], Any]) -> None:
+    def __init__(self, machine: Machine, function: Callable[[], Any], threads: int) -> None:
         super().__init__(daemon=True)
+        self.threads = threads
         self.machine, self.function, self.turn = machine, function, threading.Semaphore(0)
         self.known = self.fence = 0
         self.ready: Callable[[], bool] = lambda: True
@@ -198,6 +218,7 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self.random, self.stopped, self.done = random.Random(seed), False, threading.Semaphore(0)
         self.copies: list[tuple[Buffer, Barrier, int]] = []
+        self.named = [NamedBarrier() for _ in range(16)]
         self.accesses = 0  # so far
         self.fenced = 0  # accesses of the generic proxy that those of the async one may follow
         self.names: dict[str, Any] = {
@@ -205,6 +226,7 @@ class Machine:
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "tma_load": self.tma_load,
             "tma_store": self.tma_store,
+            "meet": self.meet,
             "fence_async_shared": self.fence,
             "thread_barrier": self.gather,
             "warpgroup_mma_wait": self.wait_products,
@@ -262,6 +284,16 @@ class Machine:
     def expect(self, barrier: Barrier, nbytes: int) -> None:
         barrier.arrive(self.me().known, nbytes=nbytes)
 
+    def meet(self, odd: int, first: int, threads: int, wait: bool) -> None:
+        self.gather()
+        assert odd in (0, 1)
+        me, barrier = self.me(), self.named[first + odd]
+        ended = barrier.rounds
+        barrier.arrive(id(me), me.threads, threads, me.known)
+        self.pause(lambda: barrier.rounds > ended or not wait)
+        if wait:
+            me.known |= barrier.known
+
     def fence(self) -> None:
         self.me().fence |= self.me().known
 
@@ -302,12 +334,13 @@ class Machine:
     # The run
 
     def run(self, *functions: Callable[[], Any]) -> None:
-        """Every partition to its end.
+        """Every partition to its end: warpgroups, and a warp that loads, the last of several.
 
         Raises:
             AssertionError: an access is not allowed, all wait for one another, or somebody has not been waited for.
         """
-        partitions = [Partition(self, function) for function in functions]
+        threads = [128] * (len(functions) - 1) + [32]
+        partitions = [Partition(self, function, n) for function, n in zip(functions, threads, strict=True)]
         for partition in partitions:
             partition.start()
         try:
@@ -317,6 +350,7 @@ class Machine:
             for partition in partitions:
                 partition.turn.release()
                 partition.join()
+        assert not any(barrier.here for barrier in self.named), "somebody has arrived whom nobody waits for"
         assert not self.copies, "copies arrive after the end"
         assert not any(any(p.under_way.values()) for p in partitions), "stores or products go on after the end"
 
@@ -380,7 +414,7 @@ def as_python(
     return SimpleNamespace(**{name: value for name, value in scope.items() if not name.startswith("__")})
 
 
-ORDERING = ("mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared", "tma.store_wait")
+ORDERING = ("mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared", "tma.store_wait", "meet")
 
 
 def faults(modules: Sequence[ModuleType], calls: Sequence[str] = ORDERING) -> dict[str, Change]:
@@ -400,6 +434,8 @@ def faults(modules: Sequence[ModuleType], calls: Sequence[str] = ORDERING) -> di
                 others = {"left out": "pass"}
                 if old.startswith("mbarrier.wait"):
                     others["for the other phase"] = old.removesuffix(")") + " ^ 1)"
+                if old.startswith("meet("):
+                    others["at the other barrier"] = old.replace("meet(", "meet(1 - ", 1)
                 lines = text.splitlines(keepends=True)
                 begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
                 end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)

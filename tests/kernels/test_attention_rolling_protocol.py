@@ -77,6 +77,7 @@ class _Program:
         group: int,
         window: int = 0,
         held: int = 0,
+        named: int = 0,
         change: Change | None = None,
     ) -> None:
         self.machine = machine = Machine(seed)
@@ -111,7 +112,7 @@ class _Program:
         self.run_kernel: Callable[[], Any] = lambda: kernel(
             *descs, VALUE, VALUE, *outputs, VALUE, *lengths, heads, group, heads, 2, self.tiles, self.query_tiles,
             window, 1.0, 1.0, PACKED=False, CAUSAL=True, WINDOW=window > 0, BLOCK_M=self.block_m, HEAD_DIM=head_dim,
-            HELD=held,
+            HELD=held, NAMED=named,
         )  # fmt: skip
 
     # What the kernel calls
@@ -202,11 +203,12 @@ SHAPES = [  # lengths, heads, group, window, held; with the window, most tiles o
 ]
 
 
+@pytest.mark.parametrize("named", range(4))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_protocol(shape, head_dim):
+def test_protocol(shape, head_dim, named):
     for seed in range(4):
-        _Program(seed, head_dim, *shape).run()
+        _Program(seed, head_dim, *shape, named=named).run()
 
 
 FAULTS = faults((rolling,))
@@ -217,4 +219,5 @@ def test_the_model_finds(change):
     with pytest.raises(AssertionError):
         for seed in range(30):
             for lengths, window in (((128, 128), 0), ((640, 640), 0), ((70, 500), 33)):
-                _Program(seed, 64, lengths, 5, 1, window, change=change).run()
+                for named in (0, 3):
+                    _Program(seed, 64, lengths, 5, 1, window, named=named, change=change).run()
