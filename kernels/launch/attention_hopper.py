@@ -76,7 +76,7 @@ class HopperBackwardLaunch:
 
     section_bytes: int | None
     held: int = 0
-    named: int = 0
+    named: int = 3
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
@@ -106,7 +106,7 @@ def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, pac
     0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
     """
     if head_dim == 64:
-        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB)
+        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB, named=1)
     return HopperBackwardLaunch(33 * MIB, 4 if packed else 1 if keys <= 8192 else 2)
 
 
