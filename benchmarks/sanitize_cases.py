@@ -139,9 +139,12 @@ _SPEC_CASES: Mapping[str, Mapping[str, Any]] = {
     "cross_entropy": {"rows": (9,), "vocab": 4099, "z_loss": 1e-4, "label_smoothing": 0.1},
     "linear_cross_entropy": {"rows": (70,), "vocab": 1000, "dim": 64, "chunk_size": 32},
 }
+_ANYWHERE = {"rows": (300,), "n": 8193}  # more rows than programs
 _BUDGET = {"rows": (70,), "vocab": 1000, "dim": 64, "memory_budget": 40000}
 CASES: tuple[SanitizerCase, ...] = (
     *(SanitizerCase(op, partial(_run_spec, op, case)) for op, case in _SPEC_CASES.items()),
+    SanitizerCase("rms_norm, rows that start anywhere", partial(_run_spec, "rms_norm", _ANYWHERE)),
+    SanitizerCase("add_rms_norm, rows that start anywhere", partial(_run_spec, "add_rms_norm", _ANYWHERE)),
     # In blocks of columns, in the memory of dW and in the buffer.
     SanitizerCase("linear_cross_entropy, memory_budget", partial(_run_spec, "linear_cross_entropy", _BUDGET)),
     # More rows than several programs share, and as many as refill all slots of shared memory.
