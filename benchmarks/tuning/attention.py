@@ -107,7 +107,6 @@ def backward_candidates(length: int, head_dim: int, packed: bool = False) -> tup
     others = [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
     if launch.section_bytes is not None:
         others += [dataclasses.replace(launch, section_bytes=launch.section_bytes * n // 4) for n in (3, 2, 6)]
-    others = [dataclasses.replace(launch, named=n) for n in (0, 1, 2, 3) if n != launch.named] + others
     return tuple(others)
 
 

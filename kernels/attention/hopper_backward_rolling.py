@@ -36,6 +36,9 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 STAGES = constexpr(2)  # of queries; the waits below count on two
+# Named barriers, two each: a block of queries has been read; a consumer's dS of a block is there, at head_dim 128.
+READ = constexpr(8)
+DS = constexpr(10)  # consumer 1: the two after these
 
 
 @gluon_jit
@@ -63,19 +66,29 @@ def short_tiles_last(position, heads, section, tiles, HELD: tl.constexpr):
 
 
 @gluon_jit
+def _wait_for_read(known, blocks):
+    """Waits until both consumers have read the first `blocks` blocks of queries, of which it is known of `known`.
+    Gives of how many it is known then."""
+    while known < blocks:
+        meet(known & 1, READ, 288, True)
+        known += 1
+    return known
+
+
+@gluon_jit
 def _produce(
     buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, table_ptr, counter_ptr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HELD: tl.constexpr, NAMED: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
-    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, _ds_full = barriers
+    plan_full, plan_empty, kv_full, q_full, do_full, _ds_full = barriers
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window = problem
     number = gl.program_id(0) * 0  # tiles so far
     used = gl.program_id(0) * 0  # those that had blocks
     done = gl.program_id(0) * 0  # blocks so far
     passed = gl.program_id(0) * 0  # blocks before the last tile that had some
-    freed = gl.program_id(0) * 0  # blocks that both consumers have released
+    read = gl.program_id(0) * 0  # blocks that both consumers have read
     position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while position < instances * tiles:
         # The first keys meet the most queries: they go first.
@@ -109,14 +122,9 @@ def _produce(
         if count > 0:
             pair = used & 1
             # The keys in this buffer are those of the tile before the last, and used until the first pass of the last
-            # tile is over. Who has loaded three blocks since then has waited for that already.
-            if NAMED & 1:
-                if used > 1:
-                    while freed <= passed:
-                        meet(freed & 1, 8, 288, True)
-                        freed += 1
-            elif (used > 1) & (done - passed < 3):
-                mbarrier.wait(q_empty.index(passed % STAGES), passed // STAGES & 1)
+            # tile is over.
+            if used > 1:
+                read = _wait_for_read(read, passed + 1)
             for c in gl.static_range(2):
                 full = kv_full.index(2 * pair + c)
                 mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -130,13 +138,7 @@ def _produce(
             for block in range(count):
                 row = (block_begin + block) * BLOCK_M
                 slot = done % STAGES
-                phase = done // STAGES & 1
-                if NAMED & 1:
-                    while freed < done - 1:
-                        meet(freed & 1, 8, 288, True)
-                        freed += 1
-                else:
-                    mbarrier.wait(q_empty.index(slot), phase ^ 1)
+                read = _wait_for_read(read, done + 1 - STAGES)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + 8 * BLOCK_M)
                 tma_load(lse2_desc, [padded + block * BLOCK_M], q_full.index(slot), lse2_s.index(slot))
                 tma_load(delta_desc, [padded + block * BLOCK_M], q_full.index(slot), delta_s.index(slot))
@@ -145,10 +147,7 @@ def _produce(
                 load_rows(do_desc, batch, other_begin, others, row, head, do_full.index(slot), do_s.index(slot), PACKED)
                 done += 1
         position = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    if NAMED & 1:
-        while freed < done:
-            meet(freed & 1, 8, 288, True)
-            freed += 1
+    _wait_for_read(read, done)
     mbarrier.wait(plan_empty.index(number & 1), number // 2 & 1 ^ 1)
     note(plan, number & 1, 0, -1)
     mbarrier.arrive(plan_full.index(number & 1), count=1)
@@ -171,11 +170,11 @@ def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
 def _consume(
     buffers, barriers, problem, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, NAMED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_out, dv_out = outputs
-    plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full = barriers
+    plan_full, plan_empty, kv_full, q_full, do_full, ds_full = barriers
     _queries, keys_a_batch, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = ds_s.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -223,8 +222,8 @@ def _consume(
         if count > 0:
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
-                if NAMED & 2:
-                    meet(number * 0, 10 + 2 * ME, 256, False)
+                if HEAD_DIM == 128:
+                    meet(passed & 1, DS + 2 * ME, 256, False)
                 else:
                     mbarrier.arrive(ds_full.index(0), count=1)
                 dq_row = padded + block * BLOCK_M
@@ -266,8 +265,10 @@ def _consume(
             # began, or nearly so: the consumers need not keep step, and one's softmax can meet the other's products.
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
-            if NAMED & 2:
-                meet(done & 1, 12 - 2 * ME, 256, True)
+            # At head_dim 128 a named barrier: ptxas moves arithmetic across it, but not across the loop that waits at an
+            # mbarrier, with which the kernel takes 1.5 % longer. At 64 it would then hold more than the registers do.
+            if HEAD_DIM == 128:
+                meet(done & 1, DS + 2 - 2 * ME, 256, True)
             else:
                 mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
             dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
@@ -276,16 +277,13 @@ def _consume(
             fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
-            if NAMED & 2:
-                meet(done + 1 & 1, 10 + 2 * ME, 256, False)
+            if HEAD_DIM == 128:
+                meet(done + 1 & 1, DS + 2 * ME, 256, False)
             else:
                 mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            if NAMED & 1:
-                meet(slot, 8, 288, False)
-            else:
-                mbarrier.arrive(q_empty.index(slot), count=1)
+            meet(slot, READ, 288, False)
             dq_row = padded + block * BLOCK_M
             block += 1
             if block == block_begin + count:  # on to the next head
@@ -317,10 +315,9 @@ def _consume(
         mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
         count = noted(plan, number & 1, 0)
     if passed > 0:
-        if NAMED & 2:
-            meet(passed & 1, 12 - 2 * ME, 256, True)
-        else:
-            mbarrier.wait(ds_full.index(passed & 1), passed // 2 & 1)
+        # At head_dim 64 the end of the plan says it: both consumers have read their last queries, after storing dS.
+        if HEAD_DIM == 128:
+            meet(passed & 1, DS + 2 - 2 * ME, 256, True)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
@@ -335,7 +332,7 @@ def hopper_backward_rolling_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HELD: tl.constexpr, NAMED: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -354,22 +351,21 @@ def hopper_backward_rolling_kernel(
     plan_empty = barrier_ring(2, 2)
     kv_full = barrier_ring(4, 1)
     q_full = barrier_ring(STAGES, 1)
-    q_empty = barrier_ring(STAGES, 2)
     do_full = barrier_ring(STAGES, 1)
     ds_full = barrier_ring(2, 2)
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan)
-    barriers = (plan_full, plan_empty, kv_full, q_full, q_empty, do_full, ds_full)
+    barriers = (plan_full, plan_empty, kv_full, q_full, do_full, ds_full)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, dk_out, dv_out)
     # fmt: off
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, NAMED)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, NAMED)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
-                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD, NAMED)),
+                        table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD)),
         ],
         [4, 1],
         [240, 24],

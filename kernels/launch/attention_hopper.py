@@ -71,12 +71,10 @@ class HopperBackwardLaunch:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
             in hopper_backward_rolling.py).
-        named: named barriers in the place of mbarriers, 1: for queries that have been read, 2: for dS that is there.
     """
 
     section_bytes: int | None
     held: int = 0
-    named: int = 3
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
@@ -106,7 +104,7 @@ def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, pac
     0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
     """
     if head_dim == 64:
-        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB, named=1)
+        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB)
     return HopperBackwardLaunch(33 * MIB, 4 if packed else 1 if keys <= 8192 else 2)
 
 

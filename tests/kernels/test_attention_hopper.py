@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -312,7 +313,7 @@ def compile_in_a_process(program: str) -> list[list]:
 
 def test_compiles_for_hopper():
     """Each mask of the kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and
-    3.8 spill: only the backward kernels, that of calls that are not deterministic at head_dim 64 alone."""
+    3.8 spill: only the backward kernels, that of calls that are not deterministic at head_dim 128 an address or two."""
     program = """
         import json, sys
         import torch
@@ -335,8 +336,51 @@ def test_compiles_for_hopper():
     assert len(hopper) == 6
     for name, head_dim, options, spills, warnings, shared in hopper:
         assert not warnings and shared <= 227 * 1024
-        limit = 320 if name == "_hopper_backward_kernel" else 160 if "backward" in name and head_dim == 64 else 0
+        rolling = {64: 160, 128: 24}[head_dim]
+        limit = 320 if name == "_hopper_backward_kernel" else rolling if "backward" in name else 0
         assert spills <= limit, (name, head_dim, options, spills)
+
+
+def test_named_barriers_stand_where_they_must():
+    """Inline assembly that the compiler might move: dS is stored and fenced before its barrier, and waited for before
+    the products that read it; queries are given back when no product reads them any more."""
+    program = """
+        import json
+        import torch
+        from fuselm.kernels._triton import triton
+        from fuselm.kernels.aot import compile_only
+        from fuselm.kernels.attention.api import attention, prefer_hopper
+        kernels = []
+        for head_dim in (64, 128):
+            qkv = torch.empty((2, 300, 8, head_dim), dtype=torch.bfloat16, requires_grad=True)
+            with prefer_hopper(), compile_only(90):
+                run = triton.runtime.jit.JITFunction.run
+                triton.runtime.jit.JITFunction.run = lambda *a, **k: (kernels.append(run(*a, **k)), kernels[-1])[1]
+                out = attention(*qkv.split([4, 2, 2], -2))
+                out.backward(torch.empty_like(out))
+                triton.runtime.jit.JITFunction.run = run
+        print(json.dumps([k.asm["ptx"] for k in kernels if "rolling" in k.metadata.name]))
+    """
+    kinds = (
+        r"stmatrix|fence\.proxy\.async|bar\.arrive +\d+|bar\.sync +1[0-3]\b|wgmma\.mma_async|wgmma\.wait_group\S* +\d"
+    )
+    for head_dim, ptx in zip((64, 128), compile_in_a_process(program), strict=True):
+        body = "".join(re.findall(r"^(?!\s*//).*\n", ptx, re.MULTILINE))
+        events = [" ".join(e.split()).replace(".sync.aligned", "") for e in re.findall(kinds, body)]
+        found = {"read": 0, "ds": 0, "waits": 0}
+        for i, event in enumerate(events):
+            before = [e for e in events[:i] if not e.startswith("bar.arrive")]
+            if event in ("bar.arrive 8", "bar.arrive 9"):
+                found["read"] += 1
+                assert before[-1] == "wgmma.wait_group 0"
+            elif event.startswith("bar.arrive"):
+                found["ds"] += 1
+                stored = max(j for j, e in enumerate(before) if e == "stmatrix")
+                assert "fence.proxy.async" in before[stored:]
+            elif event.startswith("bar.sync"):
+                found["waits"] += 1
+        # Both barriers of a pair stand in each place; two consumers, before the loop and in it, in it and behind it.
+        assert found == {"read": 4, "ds": 8 * (head_dim == 128), "waits": 8 * (head_dim == 128)}, (head_dim, found)
 
 
 WORKER = Path(__file__).parent / "attention_hopper_worker.py"
