@@ -19,7 +19,8 @@ from fuselm.env import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
-LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs the host, with room to spare
+LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs a fast host, with room to spare
+CYCLES_A_SECOND = 2e9  # of a GPU at its highest clock
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ def tensors_of(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
+def pause_cycles(calls: int, queued_s: float) -> int:
+    """Clocks that the GPU sleeps while the host queues a round of `calls` calls, which took it `queued_s` seconds once:
+    twice as long, as it may be slower the next time, and no less than for a fast host."""
+    return max(LAUNCH_CYCLES * calls, int(2 * queued_s * CYCLES_A_SECOND))
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     device: torch.device,
@@ -75,7 +82,7 @@ def interleaved(
         repeats: timed rounds.
         warmup: untimed rounds before them.
         hide_launch: let the GPU sleep at the start of a round while the host queues it, so that the host's part of a
-            call is not in the times.
+            call is not in the times. How long is seen in one more round, untimed.
         resets: provider name -> what puts back what its calls overwrite; runs before each call, untimed.
 
     Returns:
@@ -101,9 +108,19 @@ def interleaved(
         return {name: Timing.of(values) for name, values in samples.items()}
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
     events = {name: [] for name in functions}
+    pause = 0
+    if hide_launch:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for name, function in order:
+            resets.get(name, _nothing)()
+            flush.zero_()
+            function()
+        pause = pause_cycles(len(functions), time.perf_counter() - started)
+        torch.cuda.synchronize(device)
     for _ in range(repeats):
         if hide_launch:
-            torch.cuda._sleep(LAUNCH_CYCLES * len(functions))
+            torch.cuda._sleep(pause)
         shuffled(order)
         for name, function in order:
             resets.get(name, _nothing)()

@@ -238,6 +238,12 @@ def test_an_op_without_targets_is_refused():
         tune.load_targets("nonsense")
 
 
+def test_the_pause_outlasts_a_slow_host():
+    pause_cycles = importlib.import_module("timing").pause_cycles
+    assert pause_cycles(6, 1e-3) == 7_200_000  # a fast host: 0.6 ms a call
+    assert pause_cycles(6, 5e-3) == 20_000_000  # 10 ms at 2 GHz
+
+
 def test_interleaved_calls_in_turn():
     """Each function once a round, in an order that changes."""
     calls = []
