@@ -104,7 +104,8 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 def backward_candidates(length: int, head_dim: int, packed: bool = False) -> tuple[HopperBackwardLaunch, ...]:
     """Short tiles at the end; sections."""
     launch = hopper_backward_launch(head_dim, length, KNOWN_PROFILES[90], packed)
-    others = [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
+    others = [dataclasses.replace(launch, early=not launch.early)]
+    others += [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
     if launch.section_bytes is not None:
         others += [dataclasses.replace(launch, section_bytes=launch.section_bytes * n // 4) for n in (3, 2, 6)]
     return tuple(others)

@@ -170,7 +170,7 @@ def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
 def _consume(
     buffers, barriers, problem, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_out, dv_out = outputs
@@ -265,16 +265,21 @@ def _consume(
             # began, or nearly so: the consumers need not keep step, and one's softmax can meet the other's products.
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
-            # At head_dim 128 a named barrier: ptxas moves arithmetic across it, but not across the loop that waits at an
-            # mbarrier, with which the kernel takes 1.5 % longer. At 64 it would then hold more than the registers do.
+            # At head_dim 128 a named barrier: ptxas moves arithmetic across it, but not across the loop that waits at
+            # an mbarrier, with which the kernel takes 1.5 % longer. At 64 it would then hold more than there are
+            # registers.
             if HEAD_DIM == 128:
                 meet(done & 1, DS + 2 - 2 * ME, 256, True)
             else:
                 mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
+            if EARLY:
+                ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
+                fence_async_shared()
             dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-            ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
-            fence_async_shared()
+            if not EARLY:
+                ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
+                fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             if HEAD_DIM == 128:
@@ -332,7 +337,7 @@ def hopper_backward_rolling_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -361,9 +366,9 @@ def hopper_backward_rolling_kernel(
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, EARLY)),
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, EARLY)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
                         table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD)),
         ],

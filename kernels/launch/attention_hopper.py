@@ -71,10 +71,12 @@ class HopperBackwardLaunch:
         section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
             in hopper_backward_rolling.py).
+        early: store dS of a block before the products that read the dS of the block before, not behind them.
     """
 
     section_bytes: int | None
     held: int = 0
+    early: bool = False
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
