@@ -20,6 +20,8 @@ from timing import L2_FLUSH_BYTES, describe, interleaved
 
 GOAL_CARD = "H200"  # the card that the rows' goals are for
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
+COPY = "copy"  # of as many bytes, among the providers that are timed in turn
+LARGEST_COPY = 2**32  # bytes, read plus written: a larger one runs at the ceiling
 ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
 # Ops whose kernels tell L2 to keep what they read. Part of that outlives the flush before the next provider's call.
@@ -65,7 +67,8 @@ class Measurement:
 @dataclass
 class Result:
     """A row in one direction: provider -> measurement, and what the table needs of the row: `odd` is a size off the
-    block borders, `near` the round one beside it."""
+    block borders, `near` the round one beside it, `copy_ms` what a copy that moves as many bytes takes in the same
+    rounds, where a row is bound by memory."""
 
     op: str
     label: str
@@ -77,6 +80,7 @@ class Result:
     near: str
     odd: bool
     rounds: int = 0
+    copy_ms: float | None = None
     providers: dict[str, Measurement] = field(default_factory=dict)
 
 
@@ -275,15 +279,20 @@ class RowRun:
         return {n: reset for n in names if (reset := self.calls[n].reset) is not None}
 
     def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
+        if self.device.type == "cuda" and not result.flops and result.bytes <= LARGEST_COPY:
+            source = torch.randint(255, (result.bytes // 2,), dtype=torch.uint8, device=self.device)
+            functions = functions | {COPY: partial(torch.empty_like(source).copy_, source)}
         try:
             # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
             timings = interleaved(
                 functions, self.device, result.rounds, hide_launch=True, resets=self._resets(functions), warmup=1
             )
         except Exception as error:  # all ran alone a moment ago; which one it was cannot be told
-            for name in functions:
+            for name in functions.keys() - {COPY}:
                 result.providers[name].status = f"failed: while timed in turn, {describe(error)}"
             return
+        copy = timings.pop(COPY, None)
+        result.copy_ms = copy and copy.median_ms
         for name, timing in timings.items():
             m = result.providers[name]
             m.ms, m.low_ms, m.high_ms = timing.median_ms, timing.low_ms, timing.high_ms

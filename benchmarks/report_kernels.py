@@ -173,11 +173,13 @@ def _rate(row: Row, m: Row) -> str:
 def full_tables(results: KernelResults) -> str:
     """A table an op, a line a row and direction, round sizes first."""
     lines: list[str] = []
-    columns = (
-        "shape", "pass", "fuselm ms", "in a CUDA graph", "rate", "of ceiling", "extra memory", "best peer",
-        "its extra memory", "best peer / fuselm", "goal ms", "others, ms",
-    )  # fmt: skip
     for op, rows in _by_op(results).items():
+        copies = any(row.get("copy_ms") for row in rows)  # not in older files
+        columns = (
+            "shape", "pass", "fuselm ms", "in a CUDA graph", "rate", "of ceiling",
+            *(["a copy of as many bytes, ms"] if copies else []), "extra memory", "best peer",
+            "its extra memory", "best peer / fuselm", "goal ms", "others, ms",
+        )  # fmt: skip
         lines += [f"### {op}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for row in sorted(rows, key=lambda row: row["odd"]):
             best = best_peer(row)
@@ -186,9 +188,11 @@ def full_tables(results: KernelResults) -> str:
             if mine and mine["ms"]:
                 share = f"{mine['share']:.0%}" if mine["share"] else ""
                 cells += [milliseconds(mine["ms"]), milliseconds(mine["graph_ms"]), _rate(row, mine), share]
-                cells += [_memory(mine)]
             else:
-                cells += [_short(mine["status"]) if mine else "not measured", "", "", "", ""]
+                cells += [_short(mine["status"]) if mine else "not measured", "", "", ""]
+            if copies:
+                cells.append(milliseconds(row.get("copy_ms")))
+            cells.append(_memory(mine) if mine and mine["ms"] else "")
             if best:
                 peer = row["providers"][best]
                 graph = f" ({milliseconds(peer['graph_ms'])} in a graph)" if peer["graph_ms"] else ""

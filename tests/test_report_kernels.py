@@ -87,6 +87,17 @@ def test_the_full_table_has_every_provider_and_what_went_wrong():
     assert "4,280 GB/s" in text
 
 
+def test_a_copy_of_as_many_bytes_is_a_column_where_it_was_timed():
+    row = _row("norm", "64x64", {"fuselm": _measured(1.0), "Liger": _measured(2.0)}, copy_ms=0.9)
+    failed = _row("norm", "8x8", {"fuselm": _measured(None, "failed: x"), "Liger": _measured(2.0)})
+    other = _row("loss", "9x9", {"fuselm": _measured(1.0), "Liger": _measured(2.0)})
+    text = tables.full_tables(tables.merged([_facts(row, failed, other)]))
+    assert "| 50% | 0.9000 | 0.50 GiB | Liger 2.000 |" in text  # of the norm
+    assert "| failed: x |  |  |  |  |  | Liger 2.000 |" in text
+    assert "| 50% | 0.50 GiB | Liger 2.000 |" in text  # of the loss
+    assert {line.count("|") for line in text.splitlines() if "64x64 |" in line or "8x8 |" in line} == {14}
+
+
 def test_variants_of_ours_have_tables_of_their_own():
     providers = {
         "fuselm": _measured(1.0, graph_ms=0.8),
