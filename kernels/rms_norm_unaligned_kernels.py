@@ -1,10 +1,10 @@
 """Kernels of rms_norm and add_rms_norm for dense rows that start anywhere, as rows of 4,097 elements do: the whole
 16-byte vectors of a row in blocks, and the few elements before and behind them (its ends) in a small tensor.
 
-Whole vectors are loaded and stored as such, through shared memory too, and the ends, fewer than two vectors, element by
-element. Where a program takes several rows, it loads the ends of the next while it works on one. The number of programs
-is a multiple of VECTOR then, so that all rows of a program begin equally deep in a vector: columns, masks and the
-shifted weight are the same for all of them.
+Whole vectors are loaded and stored as such, through shared memory too, though those of a small tail in parts, and the
+ends, fewer than two vectors, element by element. Where a program takes several rows, it loads the ends of the next
+while it works on one, all but dh's. The number of programs is a multiple of VECTOR then, so that all rows of a program
+begin equally deep in a vector: columns, masks and the shifted weight are the same for all of them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from fuselm.kernels._triton import DeviceProfile
 from fuselm.kernels.launch.cache_hints import load_hint
 
 _VECTOR_BYTES = 16
-# Widest rows that are held in registers: compiled ahead of time for sm_80, sm_90 and sm_100 nothing spills up to here.
-# Backward a thread holds x, dy, the weight and dw.
+# Widest rows that are held in registers: compiled ahead of time for sm_80, sm_90 and sm_100 nothing spills up to here,
+# but for some registers of unaligned rows. Backward a thread holds x, dy, the weight and dw.
 _FORWARD_WIDTH = 16384
 _BACKWARD_WIDTH = 8192
 # Narrowest unaligned rows that are read in whole vectors: narrower ones were not timed.
@@ -44,7 +44,7 @@ class RmsNormLaunch:
             of rows. Backward, each program writes one fp32 partial of dw.
         num_stages: rows in flight through shared memory in a program's loop; 1 for loads straight to registers.
         unaligned: the kernels of rms_norm_unaligned_kernels.py, for dense rows that start anywhere. The blocks hold a
-            row's whole vectors, and a program's rows begin equally deep in one: the programs are a multiple of 8.
+            row's whole vectors, and a program's rows begin equally deep in one: `programs` is 0 or a multiple of 8.
         late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
             fewer registers, so that more rows are in flight. The first programs bring it into L2 before.
         max_registers: backward, with `unaligned`: registers a thread at most, 0 for no limit: more programs an SM.
@@ -135,8 +135,8 @@ def _unaligned(
 
 def _unaligned_forward(whole: int, itemsize: int, residual: bool, profile: DeviceProfile) -> RmsNormLaunch:
     """Dense unaligned rows of `whole` elements and some more: a program each, which loads the weight late and element
-    by element; or, where a small tail would leave lanes idle or a row is long, a persistent grid with rows through
-    shared memory.
+    by element; or, where a block of 2,048 or more has a tail and for the shortest rows without a residual, a persistent
+    grid with rows through shared memory.
 
     A thread has 32 elements, of long rows 64, with a residual half as many. 16384 x 4097: 0.0721 with 32, 0.0754 with
     64, 0.0838 with 16, 0.0790 on a persistent grid; with a residual 0.1378 with 16, 0.1385 with 32, 0.1467 on a grid.
@@ -147,7 +147,15 @@ def _unaligned_forward(whole: int, itemsize: int, residual: bool, profile: Devic
     main, tail = split_width(whole)
     per_thread = 16 if residual else 32
     if (tail and main >= 2048) or (main <= 512 and not tail and not residual):
-        registers = 96 if residual else 144 if tail else 128
+        # As many as it takes compiled for sm_80, sm_90 and sm_100, where more than one program fits: one that finds no
+        # place begins its rows when the others are done with theirs.
+        long_tail = main == 2 * tail
+        if residual:
+            registers = 96 if itemsize == 2 and not long_tail else 128
+        elif tail:
+            registers = (232 if long_tail else 168) if itemsize == 4 else (168 if long_tail else 144)
+        else:
+            registers = 128
         launch = _unaligned(main, tail, itemsize, _warps(main, per_thread, 32), 1 + residual, registers, profile)
         if launch is not None:
             return launch
@@ -243,11 +251,14 @@ def backward_launch(
         # row loaded when it comes 0.125. With dh 0.150, 0.152 and 0.161. 65536 x 769: 0.0935 with two warps, one
         # 0.102. 16384 x 5121, 20 elements a thread: 0.140 with 128 registers and two programs an SM, 0.169 with one of
         # more registers, 0.182 with one of twice the threads; with dh 0.213, 0.225 and 0.229. Wider tails spill there.
-        # 65536 x 513: 0.075 with two warps of 8 elements a thread, 0.080 with one.
+        # 65536 x 513: 0.075 with two warps of 8 elements a thread, 0.080 with one. Of 84 registers bf16 takes 80, as
+        # many as twelve programs an SM have; a tail or fp32 would take 84, for which 88 are set aside.
         num_warps = max(_warps(main, 16, 32), 2)
         per_thread = (main + tail) // (32 * num_warps)
         few = 20 if itemsize == 2 else 16
-        registers = 84 if per_thread <= 8 else 128 if per_thread <= few else 168 if itemsize == 2 else 224
+        registers = 128 if per_thread <= few else 168 if itemsize == 2 else 224
+        if per_thread <= 8:
+            registers = 84 if itemsize == 2 and not tail else 88
         launch = _unaligned(main, tail, itemsize, num_warps, tensors, registers, profile)
         if launch is not None:
             return dataclasses.replace(launch, max_registers=registers)
