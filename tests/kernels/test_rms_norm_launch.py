@@ -64,7 +64,6 @@ def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("late_weight", [False, True])
 @pytest.mark.parametrize(
     ("n", "programs", "rows"),
     [
@@ -72,20 +71,18 @@ def test_every_form_of_the_kernels_agrees_with_the_formula(launch, residual, dev
         (301, 16, 24),  # a second block
         (301, 8, 9),
         (511, 8, 16),  # a row that begins at a border has one vector more than others
-        (303, 0, 3),
+        (303, 0, 8),  # 0: the weight late
         (263, 0, 8),
     ],
 )
-def test_rows_that_start_anywhere_give_what_padded_ones_give(
-    n, programs, rows, late_weight, dtype, device, generator, monkeypatch
-):
+def test_rows_that_start_anywhere_give_what_padded_ones_give(n, programs, rows, dtype, device, generator, monkeypatch):
     x, r = (torch.randn(rows, n, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(2))
     w = torch.randn(n, device=device, generator=generator).to(dtype).requires_grad_()
     dy, dh = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for _ in range(2))
     results = []
     for launch in (
         RmsNormLaunch(1, 1024, 0, 4, 4),
-        RmsNormLaunch(1, 256, 0 if n < 260 else 256, 4, programs, 3, unaligned=True, late_weight=late_weight),
+        RmsNormLaunch(1, 256, 0 if n < 260 else 256, 4, programs, 3, unaligned=True, late_weight=not programs),
     ):
         monkeypatch.setattr(module, "forward_launch", functools.partial(lambda value, *_: value, launch))
         monkeypatch.setattr(module, "backward_launch", functools.partial(lambda value, *_: value, launch))
@@ -97,6 +94,29 @@ def test_rows_that_start_anywhere_give_what_padded_ones_give(
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("programs", [8, 0])
+def test_rows_that_start_anywhere_of_several_dtypes_follow_the_formula(programs, device, generator, monkeypatch):
+    """A weight that another dtype than its own would spoil, an offset, an eps that counts, and the rounded sum."""
+    launch = RmsNormLaunch(1, 256, 64, 4, programs, 3, unaligned=True, late_weight=not programs)
+    monkeypatch.setattr(module, "forward_launch", lambda *_: launch)
+    monkeypatch.setattr(module, "backward_launch", lambda *_: launch)
+    x, r, dy, dh = (torch.randn(9, 301, device=device, generator=generator) for _ in range(4))
+    x, r, dy, dh = x.bfloat16(), r.half(), dy.bfloat16(), dh.half()
+    w = -1 + 2.0**-10 * (1 + torch.rand(301, device=device, generator=generator))
+    y, h, rstd = module.launch_forward(x, r, w, 0.5, 1.0)
+    dx, dw = module.launch_backward(dy, None, h, w, rstd, 1.0, True)
+    dx_of_both, none = module.launch_backward(dy, dh, h, w, rstd, 1.0, False)
+    leaf, weight = h.double().requires_grad_(), w.double().requires_grad_()
+    exact = torch.nn.functional.rms_norm(leaf, (301,), 1 + weight, 0.5)
+    exact_dx, exact_dw = torch.autograd.grad(exact, (leaf, weight), dy.double())
+    assert torch.equal(h, (x.float() + r.float()).half()) and none.numel() == 0
+    torch.testing.assert_close(rstd, (leaf.square().mean(-1) + 0.5).rsqrt().float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double(), exact, rtol=2.0**-7, atol=0)  # the interpreter truncates to bf16
+    torch.testing.assert_close(dx.double(), exact_dx, rtol=2.0**-9, atol=2.0**-22)
+    torch.testing.assert_close(dx_of_both.double(), exact_dx + dh.double(), rtol=2.0**-10, atol=2.0**-22)
+    torch.testing.assert_close(dw, exact_dw.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter multiplies in numpy
