@@ -119,9 +119,10 @@ def test_runs_are_bitwise_equal(device, generator):
 
 
 @pytest.mark.gpu
-def test_more_elements_than_int32_holds(device):
-    """524,300 rows of 4,096: the last rows lie beyond 2**31 elements."""
-    x = torch.randn(524_300, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("n", [4096, 4097])
+def test_more_elements_than_int32_holds(n, device):
+    """524,300 rows: the last 100 lie beyond 2**31 elements, and begin as deep in a vector as those of their copy."""
+    x = torch.randn(524_300, n, device=device, dtype=torch.bfloat16, requires_grad=True)
     y = fuselm.rms_norm(x, backend="triton")
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     tail = x.detach()[-100:].clone().requires_grad_()

@@ -194,6 +194,25 @@ def test_unaligned_rows_of_tensors_that_are_not_dense_are_read_narrowly(view, de
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_unaligned_rows_beside_tensors_that_are_not_dense(device, generator):
+    """One tensor in turn has rows of a wider tensor, or the weight every second element."""
+    base = torch.randn(4, 9, 1100, device=device, generator=generator)
+    x_view, r_view, dy_view, dh_view = views = base[..., 3:1030]
+    x, r, dy, dh = (view.contiguous() for view in views)
+    w_view = torch.randn(1027, 2, device=device, generator=generator)[:, 1]
+    w = w_view.contiguous()
+    y, h, rstd = module.launch_forward(x, r, w, 1e-6, 0.0)
+    dx, dw = module.launch_backward(dy, dh, x, w, rstd, 0.0, True)
+    assert backward_launch(9, 1027, 4, KNOWN_PROFILES[90]).unaligned and module._all_dense(x, r, dy, dh)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    for residual, weight in ((r_view, w), (r, w_view)):
+        for a, b in zip(module.launch_forward(x, residual, weight, 1e-6, 0.0), (y, h, rstd), strict=True):
+            close(a, b)
+    for tensors in ((dy_view, dh, x, w), (dy, dh_view, x, w), (dy, dh, x_view, w), (dy, dh, x, w_view)):
+        for a, b in zip(module.launch_backward(*tensors, rstd, 0.0, True), (dx, dw), strict=True):
+            close(a, b)
+
+
 def _launches(rows: int, n: int, itemsize: int, arch: int):
     """(launch, tensors it reads) of both directions, with a residual or without, of dense tensors or views."""
     for residual in (False, True):
