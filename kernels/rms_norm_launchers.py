@@ -136,6 +136,7 @@ def launch_forward(
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
                 LOAD=launch.load,
+                NARROW=launch.narrow,
                 num_warps=launch.num_warps,
             )
         else:

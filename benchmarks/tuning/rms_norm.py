@@ -78,20 +78,35 @@ def _late(main: int, tail: int, warps: int) -> RmsNormLaunch:
     return RmsNormLaunch(1, main, tail, warps, unaligned=True, late_weight=True)
 
 
-def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> RmsNormLaunch:
-    return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last")
+def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False, narrow: bool = False) -> RmsNormLaunch:
+    return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last", narrow=narrow)
 
 
-def _thirds(third: int, rows: int = 4) -> RmsNormLaunch:
+def _thirds(third: int, rows: int = 4, narrow: bool = False) -> RmsNormLaunch:
     """Each row in one warp: no lane is idle, and no warp waits for another."""
-    return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3)
+    return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3, narrow=narrow)
 
 
 _FORWARD = {
-    (65536, 768): (_thirds(256), _thirds(256, 8), RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last")),
-    (65536, 1536): (_thirds(512), _kept(1024, 2, 512), _kept(1024, 2, 512, late_weight=True)),
+    (65536, 768): (
+        _thirds(256, narrow=True),
+        _thirds(256),
+        _thirds(256, 8),
+        RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last"),
+    ),
+    (65536, 1536): (
+        _thirds(512),
+        _thirds(512, narrow=True),
+        _kept(1024, 2, 512),
+        _kept(1024, 2, 512, late_weight=True),
+    ),
     (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
-    (32768, 2048): (_kept(2048, 4, late_weight=True), _kept(2048, 2, late_weight=True), _kept(2048, 4)),
+    (32768, 2048): (
+        _kept(2048, 4, late_weight=True),
+        _kept(2048, 4, late_weight=True, narrow=True),
+        _kept(2048, 2, late_weight=True),
+        _kept(2048, 4),
+    ),
     # All programs at once: nothing is gained by few registers.
     **dict.fromkeys(
         ((1, 4096), (64, 4096)),
@@ -100,17 +115,25 @@ _FORWARD = {
     # The last ones are about as much as L2 holds, or less.
     **dict.fromkeys(
         ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
-        (_kept(4096, 8, late_weight=True), _kept(4096, 4, late_weight=True), _kept(4096, 4)),
+        (_kept(4096, 8, late_weight=True), _kept(4096, 8, late_weight=True, narrow=True), _kept(4096, 4)),
     ),
     (8192, 8192): (
         _kept(8192, 8, late_weight=True),
+        _kept(8192, 8, late_weight=True, narrow=True),
+        _kept(8192, 4, late_weight=True, narrow=True),
         _kept(8192, 4, late_weight=True),
         RmsNormLaunch(1, 8192, 0, 4, late_weight=True),
         _kept(8192, 16, late_weight=True),
         _kept(8192, 16),
         RmsNormLaunch(1, 8192, 0, 8, late_weight=True),
     ),
-    (16384, 5120): (_kept(4096, 4, 1024), _kept(4096, 8, 1024), _kept(4096, 4, 1024, late_weight=True)),
+    (16384, 5120): (
+        _kept(4096, 4, 1024),
+        _kept(4096, 4, 1024, narrow=True),
+        _kept(4096, 4, 1024, True, True),
+        _kept(4096, 8, 1024),
+        _kept(4096, 4, 1024, late_weight=True),
+    ),
     (16384, 4097): (_late(4096, 0, 4), _late(4096, 0, 2), _late(4096, 0, 8), _ahead(4096, 0, 4, SMS * 4)),
     (16384, 5121): (_ahead(4096, 1024, 4, SMS * 3 // 8 * 8), _late(4096, 1024, 4)),
     (16384, 2049): (_late(2048, 0, 2), _late(2048, 0, 1), _ahead(2048, 0, 2, SMS * 6)),
