@@ -21,7 +21,7 @@ from timing import L2_FLUSH_BYTES, describe, interleaved
 GOAL_CARD = "H200"  # the card that the rows' goals are for
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
 COPY = "copy"  # of as many bytes, among the providers that are timed in turn
-LARGEST_COPY = 2**32  # bytes, read plus written: a larger one runs at the ceiling
+LARGEST_COPY = 2**30  # bytes, read plus written: a larger one runs at the ceiling
 ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
 # Ops whose kernels tell L2 to keep what they read. Part of that outlives the flush before the next provider's call.
@@ -279,10 +279,10 @@ class RowRun:
         return {n: reset for n in names if (reset := self.calls[n].reset) is not None}
 
     def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
-        if self.device.type == "cuda" and not result.flops and result.bytes <= LARGEST_COPY:
-            source = torch.randint(255, (result.bytes // 2,), dtype=torch.uint8, device=self.device)
-            functions = functions | {COPY: partial(torch.empty_like(source).copy_, source)}
         try:
+            if self.device.type == "cuda" and not result.flops and result.bytes <= LARGEST_COPY:
+                source = torch.randint(255, (result.bytes // 2,), dtype=torch.uint8, device=self.device)
+                functions = functions | {COPY: partial(torch.empty_like(source).copy_, source)}
             # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
             timings = interleaved(
                 functions, self.device, result.rounds, hide_launch=True, resets=self._resets(functions), warmup=1

@@ -108,20 +108,8 @@ def interleaved(
         return {name: Timing.of(values) for name, values in samples.items()}
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
     events = {name: [] for name in functions}
-    pause = 0
-    if hide_launch:
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for name, function in order:
-            resets.get(name, _nothing)()
-            flush.zero_()
-            function()
-        pause = pause_cycles(len(functions), time.perf_counter() - started)
-        torch.cuda.synchronize(device)
-    for _ in range(repeats):
-        if hide_launch:
-            torch.cuda._sleep(pause)
-        shuffled(order)
+
+    def queue_round() -> None:
         for name, function in order:
             resets.get(name, _nothing)()
             flush.zero_()
@@ -130,6 +118,20 @@ def interleaved(
             function()
             pair[1].record()
             events[name].append(pair)
+
+    pause = 0
+    if hide_launch:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        queue_round()
+        pause = pause_cycles(len(functions), time.perf_counter() - started)
+        torch.cuda.synchronize(device)
+        events = {name: [] for name in functions}
+    for _ in range(repeats):
+        if hide_launch:
+            torch.cuda._sleep(pause)
+        shuffled(order)
+        queue_round()
     torch.cuda.synchronize(device)
     return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 

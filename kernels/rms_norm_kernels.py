@@ -28,12 +28,12 @@ def _load_as(pointers, mask, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 
 @jit
-def _load(pointers, mask, EVEN: tl.constexpr):
+def load(pointers, mask, EVEN: tl.constexpr):
     return _load_as(pointers, mask, EVEN, "")
 
 
 @jit
-def _store(pointers, value, mask, EVEN: tl.constexpr):
+def store(pointers, value, mask, EVEN: tl.constexpr):
     value = value.to(pointers.dtype.element_ty)
     if EVEN:
         tl.store(pointers, value)
@@ -42,12 +42,21 @@ def _store(pointers, value, mask, EVEN: tl.constexpr):
 
 
 @jit
-def _load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
-    """[1, C] fp32: offset + weight, or ones."""
+def load_weight(weight_ptr, col, mask, offset, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+    """fp32 [1, C] or [C], as `col` is: offset + weight, or ones."""
     if HAS_WEIGHT:
-        return _load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
+        return load(weight_ptr + col, mask, EVEN) + tl.cast(offset, tl.float32)
     else:
         return tl.full(col.shape, 1.0, tl.float32)
+
+
+@jit
+def bring_weight(weight_ptr, start: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    """Reads an element of each 32 bytes, volatile lest it be left out, for nobody waits for it: the weight is then in
+    L2 when the first programs, which all come to it at once, ask for it."""
+    SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore
+    sector = start + tl.arange(0, SIZE // SECTOR) * SECTOR  # pyright: ignore
+    tl.load(weight_ptr + sector, mask=(sector < N) & (tl.program_id(0) < 8), volatile=True)
 
 
 @jit
@@ -68,13 +77,13 @@ def _load_input(
     value = _load_as(x, mask, EVEN, LOAD)
     if HAS_RESIDUAL:
         total = (value + _load_as(residual, mask, EVEN, LOAD)).to(h.dtype.element_ty)
-        _store(h, total, mask, EVEN)
+        store(h, total, mask, EVEN)
         value = total.to(tl.float32)  # the norm sees the rounded sum, the one that the backward pass reads again
     return value
 
 
 @jit
-def widen(value):
+def _widen(value):
     """fp32. bf16 by integer arithmetic: where a value is needed as fp32 a second time, the compiler does not see that
     it has been before, and keeps the 16 bits in between."""
     if value.dtype == tl.bfloat16:
@@ -129,16 +138,12 @@ def rms_norm_forward_kernel(
     first = tl.program_id(0) * BLOCK_ROWS
     weights = ()
     if LATE_WEIGHT and HAS_WEIGHT:
-        # An element of each 32 bytes, volatile lest it be left out, for nobody waits for it: the weight is then in L2
-        # when the first programs, which all come to it at once, ask for it.
-        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore
         for part in tl.static_range(BLOCKS):  # pyright: ignore
-            sector = part * BLOCK_N + tl.arange(0, BLOCK_N // SECTOR) * SECTOR  # pyright: ignore
-            tl.load(weight_ptr + sector, mask=(sector < N) & (tl.program_id(0) < 8), volatile=True)
+            bring_weight(weight_ptr, part * BLOCK_N, BLOCK_N, N)
     elif not LATE_WEIGHT:
         for part in tl.static_range(PARTS):  # pyright: ignore
             col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
-            weights += (_load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),)
+            weights += (load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),)
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -174,12 +179,12 @@ def rms_norm_forward_kernel(
                 if BLOCKS > 1:  # lest its layout be another one than that of the rows, which lie in a warp each
                     col = tl.broadcast_to(col, [BLOCK_ROWS, BLOCK_N])
                 factors += (
-                    _load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),
+                    load_weight(weight_ptr, col, exists, offset, HAS_WEIGHT, part * BLOCK_N + col.shape[1] <= N),
                 )
         for part in tl.static_range(PARTS):  # pyright: ignore
             col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
-            _store(
-                y_ptr + out + col, widen(values[part]) * rstd * factors[part], (row < rows) & exists,
+            store(
+                y_ptr + out + col, _widen(values[part]) * rstd * factors[part], (row < rows) & exists,
                 EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N,
             )  # fmt: skip
 
@@ -223,8 +228,8 @@ def rms_norm_forward_chunked_kernel(
         x = h_ptr + out
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, EVEN)
-        _store(y_ptr + out + col, _load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
+        weight = load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, EVEN)
+        store(y_ptr + out + col, load(x + col, col < N, EVEN) * rstd * weight, col < N, EVEN)
 
 
 @jit
@@ -235,7 +240,7 @@ def _gradient(dy, x_hat, weight, mean, rstd, dh, mask, HAS_DH: tl.constexpr, EVE
     """
     dx = rstd * tl.fma(x_hat, -mean, dy * weight)
     if HAS_DH:
-        dx += _load(dh, mask, EVEN)
+        dx += load(dh, mask, EVEN)
     return dx
 
 
@@ -286,11 +291,11 @@ def rms_norm_backward_kernel(
     WHOLE_TAIL: tl.constexpr = BLOCK_N + BLOCK_TAIL == N
     first = tl.program_id(0) * BLOCK_ROWS
     col, col_mask, tail_col, tail_col_mask = _columns(N, BLOCK_N, BLOCK_TAIL)
-    weight = _load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
+    weight = load_weight(weight_ptr, col, col_mask, offset, HAS_WEIGHT, WHOLE)
     dw = tl.zeros([1 if SUM_ROWS else BLOCK_ROWS, BLOCK_N], tl.float32)
     tail_weight, tail_dw = weight, dw
     if BLOCK_TAIL > 0:
-        tail_weight = _load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
+        tail_weight = load_weight(weight_ptr, tail_col, tail_col_mask, offset, HAS_WEIGHT, WHOLE_TAIL)
         tail_dw = tl.zeros([1 if SUM_TAIL_ROWS else BLOCK_ROWS, BLOCK_TAIL], tl.float32)
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, rows, step, num_stages=STAGES):  # pyright: ignore
@@ -301,13 +306,13 @@ def rms_norm_backward_kernel(
         dh_row = dh_ptr + _row_offset(row, inner, dh_stride_outer, dh_stride_inner)
         out = row.to(tl.int64) * N
         mask = row_mask & col_mask
-        x = _load(x_row + col, mask, EVEN)  # [R, N]
-        dy = _load(dy_row + col, mask, EVEN)
+        x = load(x_row + col, mask, EVEN)  # [R, N]
+        dy = load(dy_row + col, mask, EVEN)
         tail_x, tail_dy, tail_mask = x, dy, mask
         if BLOCK_TAIL > 0:
             tail_mask = row_mask & tail_col_mask
-            tail_x = _load(x_row + tail_col, tail_mask, EVEN_TAIL)
-            tail_dy = _load(dy_row + tail_col, tail_mask, EVEN_TAIL)
+            tail_x = load(x_row + tail_col, tail_mask, EVEN_TAIL)
+            tail_dy = load(dy_row + tail_col, tail_mask, EVEN_TAIL)
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)  # [R, 1]
         x *= rstd  # from here on x_hat
         mean = tl.sum(dy * weight * x, 1, keep_dims=True)
@@ -316,20 +321,20 @@ def rms_norm_backward_kernel(
             mean += tl.sum(tail_dy * tail_weight * tail_x, 1, keep_dims=True)
         mean /= N
         dx = _gradient(dy, x, weight, mean, rstd, dh_row + col, mask, HAS_DH, EVEN)
-        _store(dx_ptr + out + col, dx, mask, EVEN)
+        store(dx_ptr + out + col, dx, mask, EVEN)
         if NEED_DW:
             dw = _add_rows(dw, dy * x, SUM_ROWS)
         if BLOCK_TAIL > 0:
             dx = _gradient(tail_dy, tail_x, tail_weight, mean, rstd, dh_row + tail_col, tail_mask, HAS_DH, EVEN_TAIL)
-            _store(dx_ptr + out + tail_col, dx, tail_mask, EVEN_TAIL)
+            store(dx_ptr + out + tail_col, dx, tail_mask, EVEN_TAIL)
             if NEED_DW:
                 tail_dw = _add_rows(tail_dw, tail_dy * tail_x, SUM_TAIL_ROWS)
     if NEED_DW:
         partial = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_STRIDE
-        _store(partial + col, tl.sum(dw, 0, keep_dims=True), col_mask, WHOLE)
+        store(partial + col, tl.sum(dw, 0, keep_dims=True), col_mask, WHOLE)
         if BLOCK_TAIL > 0:
             total = tl.sum(tail_dw, 0, keep_dims=True)
-            _store(partial + tail_col, total, tail_col_mask, WHOLE_TAIL)
+            store(partial + tail_col, total, tail_col_mask, WHOLE_TAIL)
 
 
 @jit
@@ -373,20 +378,20 @@ def rms_norm_backward_chunked_kernel(
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x = _load(x_row + col, mask, False)
-            weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
-            products += _load(dy_row + col, mask, False) * weight * x
+            x = load(x_row + col, mask, False)
+            weight = load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
+            products += load(dy_row + col, mask, False) * weight * x
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
         mean = tl.sum(products, 1, keep_dims=True) * rstd / N
         tl.debug_barrier()  # what another thread has stored of the partial is read below
         for chunk in range(0, N, BLOCK_N):
             col = chunk + tl.arange(0, BLOCK_N)[None, :]
             mask = row_mask & (col < N)
-            x_hat = _load(x_row + col, mask, False) * rstd
-            dy = _load(dy_row + col, mask, False)
-            weight = _load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
+            x_hat = load(x_row + col, mask, False) * rstd
+            dy = load(dy_row + col, mask, False)
+            weight = load_weight(weight_ptr, col, col < N, offset, HAS_WEIGHT, N % BLOCK_N == 0)
             dx = _gradient(dy, x_hat, weight, mean, rstd, dh_row + col, mask, HAS_DH, False)
-            _store(dx_ptr + out + col, dx, mask, False)
+            store(dx_ptr + out + col, dx, mask, False)
             if NEED_DW:
                 before = tl.load(partial + col, mask=(col < N) & (start != first), other=0.0)
                 tl.store(partial + col, before + tl.sum(dy * x_hat, 0, keep_dims=True), mask=col < N)

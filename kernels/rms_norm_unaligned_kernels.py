@@ -10,6 +10,7 @@ begin equally deep in a vector: columns, masks and the shifted weight are the sa
 from __future__ import annotations
 
 from fuselm.kernels._triton import jit, tl
+from fuselm.kernels.rms_norm_kernels import bring_weight, load, load_weight, store
 
 
 @jit
@@ -37,33 +38,6 @@ def _ends(first_row, N: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @jit
-def _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT: tl.constexpr):
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        return weight + tl.cast(offset, tl.float32)
-    else:
-        return tl.full(column.shape, 1.0, tl.float32)
-
-
-@jit
-def _load(pointers, inside, EVEN: tl.constexpr):
-    """fp32, zero outside the row. EVEN: nothing is outside."""
-    if EVEN:
-        return tl.load(pointers).to(tl.float32)
-    else:
-        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-
-
-@jit
-def _store(pointers, value, inside, EVEN: tl.constexpr):
-    value = value.to(pointers.dtype.element_ty)
-    if EVEN:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, mask=inside)
-
-
-@jit
 def _load_ends(pointer, row, rows, column, is_end, N: tl.constexpr):
     """The ends of `row`, or of the last row where it is past it."""
     start = tl.cast(tl.minimum(row, rows - 1), tl.int64) * N
@@ -74,7 +48,7 @@ def _load_ends(pointer, row, rows, column, is_end, N: tl.constexpr):
 def _add(value, residual, h_pointers, inside, EVEN: tl.constexpr):
     """value + residual as rounded to h's dtype, which is stored too."""
     value += residual
-    _store(h_pointers, value, inside, EVEN)
+    store(h_pointers, value, inside, EVEN)
     return value.to(h_pointers.dtype.element_ty).to(tl.float32)
 
 
@@ -103,19 +77,17 @@ def rms_norm_unaligned_forward_kernel(
     first = tl.program_id(0)
     column, inside = _block(first, 0, BLOCK_N, N, VECTOR)
     weight = column.to(tl.float32)
-    if LATE_WEIGHT and HAS_WEIGHT:  # brings it into L2, as in rms_norm_forward_kernel
-        SECTOR: tl.constexpr = 256 // weight_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore
-        sector = tl.arange(0, BLOCK_N // SECTOR) * SECTOR  # pyright: ignore
-        tl.load(weight_ptr + sector, mask=(sector < N) & (first < 8), volatile=True)
+    if LATE_WEIGHT and HAS_WEIGHT:
+        bring_weight(weight_ptr, 0, BLOCK_N, N)
     if not LATE_WEIGHT:
-        weight = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
+        weight = load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT, False)
     tail_column, tail_inside, tail_weight = column, inside, weight
     if BLOCK_TAIL > 0:
         tail_column, tail_inside = _block(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
         if not LATE_WEIGHT:
-            tail_weight = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
+            tail_weight = load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT, False)
     end_column, is_end = _ends(first, N, VECTOR)
-    end_weight = _load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT)
+    end_weight = load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT, False)
     step = tl.num_programs(0)
     next_end = end_weight
     if not LATE_WEIGHT:
@@ -127,16 +99,16 @@ def rms_norm_unaligned_forward_kernel(
         start = tl.cast(row, tl.int64) * N
         at = (start + VECTOR - 1) // VECTOR * VECTOR + tl.arange(0, BLOCK_N)
         end_at = start + end_column
-        value = _load(x_ptr + at, inside, EVEN)
+        value = load(x_ptr + at, inside, EVEN)
         if LATE_WEIGHT:
-            end = _load(x_ptr + end_at, is_end, False)
+            end = load(x_ptr + end_at, is_end, False)
         else:
             end = next_end.to(tl.float32)
             next_end = _load_ends(x_ptr, row + step, rows, end_column, is_end, N)
         if HAS_RESIDUAL:
-            value = _add(value, _load(residual_ptr + at, inside, EVEN), h_ptr + at, inside, EVEN)
+            value = _add(value, load(residual_ptr + at, inside, EVEN), h_ptr + at, inside, EVEN)
             if LATE_WEIGHT:
-                end_residual = _load(residual_ptr + end_at, is_end, False)
+                end_residual = load(residual_ptr + end_at, is_end, False)
             else:
                 end_residual = next_residual.to(tl.float32)
                 next_residual = _load_ends(residual_ptr, row + step, rows, end_column, is_end, N)
@@ -145,25 +117,25 @@ def rms_norm_unaligned_forward_kernel(
         tail_at, tail = at, value
         if BLOCK_TAIL > 0:
             tail_at = (start + VECTOR - 1) // VECTOR * VECTOR + BLOCK_N + tl.arange(0, BLOCK_TAIL)
-            tail = _load(x_ptr + tail_at, tail_inside, False)
+            tail = load(x_ptr + tail_at, tail_inside, False)
             if HAS_RESIDUAL:
-                residual = _load(residual_ptr + tail_at, tail_inside, False)
+                residual = load(residual_ptr + tail_at, tail_inside, False)
                 tail = _add(tail, residual, h_ptr + tail_at, tail_inside, False)
             squares += tl.sum(tail * tail, 0)
         rstd = 1.0 / tl.sqrt_rn(squares / N + tl.cast(eps, tl.float32))
         tl.store(rstd_ptr + row, rstd)
         if LATE_WEIGHT:
-            late = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
+            late = load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT, False)
         else:
             late = weight
-        _store(y_ptr + at, value * rstd * late, inside, EVEN)
+        store(y_ptr + at, value * rstd * late, inside, EVEN)
         if BLOCK_TAIL > 0:
             if LATE_WEIGHT:
-                late_tail = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
+                late_tail = load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT, False)
             else:
                 late_tail = tail_weight
-            _store(y_ptr + tail_at, tail * rstd * late_tail, tail_inside, False)
-        _store(y_ptr + end_at, end * rstd * end_weight, is_end, False)
+            store(y_ptr + tail_at, tail * rstd * late_tail, tail_inside, False)
+        store(y_ptr + end_at, end * rstd * end_weight, is_end, False)
 
 
 @jit
@@ -191,15 +163,15 @@ def rms_norm_unaligned_backward_kernel(
     EVEN: tl.constexpr = BLOCK_N <= (N - VECTOR + 1) // VECTOR * VECTOR
     first = tl.program_id(0)
     column, inside = _block(first, 0, BLOCK_N, N, VECTOR)
-    weight = _load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT)
+    weight = load_weight(weight_ptr, column, inside, offset, HAS_WEIGHT, False)
     dw = tl.zeros([BLOCK_N], tl.float32)
     tail_column, tail_inside, tail_weight, tail_dw = column, inside, weight, dw
     if BLOCK_TAIL > 0:
         tail_column, tail_inside = _block(first, BLOCK_N, BLOCK_TAIL, N, VECTOR)
-        tail_weight = _load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT)
+        tail_weight = load_weight(weight_ptr, tail_column, tail_inside, offset, HAS_WEIGHT, False)
         tail_dw = tl.zeros([BLOCK_TAIL], tl.float32)
     end_column, is_end = _ends(first, N, VECTOR)
-    end_weight = _load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT)
+    end_weight = load_weight(weight_ptr, end_column, is_end, offset, HAS_WEIGHT, False)
     end_dw = tl.zeros([2 * VECTOR], tl.float32)
     step = tl.num_programs(0)
     next_dy = _load_ends(dy_ptr, first, rows, end_column, is_end, N)
@@ -211,8 +183,8 @@ def rms_norm_unaligned_backward_kernel(
         end_at = start + end_column
         rstd = next_rstd
         next_rstd = tl.load(rstd_ptr + tl.minimum(row + step, rows - 1))
-        dy = _load(dy_ptr + at, inside, EVEN)
-        x_hat = _load(x_ptr + at, inside, EVEN) * rstd
+        dy = load(dy_ptr + at, inside, EVEN)
+        x_hat = load(x_ptr + at, inside, EVEN) * rstd
         end_dy = next_dy.to(tl.float32)
         end_x_hat = next_x.to(tl.float32) * rstd
         next_dy = _load_ends(dy_ptr, row + step, rows, end_column, is_end, N)
@@ -221,31 +193,31 @@ def rms_norm_unaligned_backward_kernel(
         tail_at, tail_dy, tail_x_hat = at, dy, x_hat
         if BLOCK_TAIL > 0:
             tail_at = (start + VECTOR - 1) // VECTOR * VECTOR + BLOCK_N + tl.arange(0, BLOCK_TAIL)
-            tail_dy = _load(dy_ptr + tail_at, tail_inside, False)
-            tail_x_hat = _load(x_ptr + tail_at, tail_inside, False) * rstd
+            tail_dy = load(dy_ptr + tail_at, tail_inside, False)
+            tail_x_hat = load(x_ptr + tail_at, tail_inside, False) * rstd
             mean += tl.sum(tail_dy * tail_weight * tail_x_hat, 0)
         mean /= N
         dx = rstd * tl.fma(x_hat, -mean, dy * weight)
         if HAS_DH:
-            dx += _load(dh_ptr + at, inside, EVEN)
-        _store(dx_ptr + at, dx, inside, EVEN)
+            dx += load(dh_ptr + at, inside, EVEN)
+        store(dx_ptr + at, dx, inside, EVEN)
         end_dx = rstd * tl.fma(end_x_hat, -mean, end_dy * end_weight)
         if HAS_DH:
-            end_dx += _load(dh_ptr + end_at, is_end, False)
-        _store(dx_ptr + end_at, end_dx, is_end, False)
+            end_dx += load(dh_ptr + end_at, is_end, False)
+        store(dx_ptr + end_at, end_dx, is_end, False)
         if NEED_DW:
             dw += dy * x_hat
             end_dw += end_dy * end_x_hat
         if BLOCK_TAIL > 0:
             dx = rstd * tl.fma(tail_x_hat, -mean, tail_dy * tail_weight)
             if HAS_DH:
-                dx += _load(dh_ptr + tail_at, tail_inside, False)
-            _store(dx_ptr + tail_at, dx, tail_inside, False)
+                dx += load(dh_ptr + tail_at, tail_inside, False)
+            store(dx_ptr + tail_at, dx, tail_inside, False)
             if NEED_DW:
                 tail_dw += tail_dy * tail_x_hat
     if NEED_DW:
         partial = partial_ptr + tl.cast(first, tl.int64) * PARTIAL_STRIDE
-        _store(partial + column, dw, inside, EVEN)
+        store(partial + column, dw, inside, EVEN)
         if BLOCK_TAIL > 0:
-            _store(partial + tail_column, tail_dw, tail_inside, False)
-        _store(partial + end_column, end_dw, is_end, False)
+            store(partial + tail_column, tail_dw, tail_inside, False)
+        store(partial + end_column, end_dw, is_end, False)

@@ -95,6 +95,11 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _in_vectors(n: int, itemsize: int) -> int:
+    """Elements of a row of `n` that whole vectors hold, where it begins at one."""
+    return n * itemsize // _VECTOR_BYTES * _VECTOR_BYTES // itemsize
+
+
 def split_width(n: int) -> tuple[int, int]:
     """(main, tail) blocks that cover a row of `n` elements with the fewest lanes; tail 0 for one block."""
     whole = max(_power_of_two(n), 16)
@@ -179,7 +184,7 @@ def forward_launch(
         residual: a residual is added first.
         dense: row r begins r * n elements behind a 16-byte border, in x and in residual.
     """
-    whole = n * itemsize // _VECTOR_BYTES * _VECTOR_BYTES // itemsize  # elements in whole vectors
+    whole = _in_vectors(n, itemsize)
     if dense and whole < n and _UNALIGNED_WIDTH <= n <= _FORWARD_WIDTH:
         return _unaligned_forward(whole, itemsize, residual, profile)
     if n > _FORWARD_WIDTH:
@@ -247,7 +252,7 @@ def backward_launch(
     if n <= _BACKWARD_WIDTH and few * whole <= _ONE_PROGRAM:
         # One program, whose sum is dw itself: no launch that adds partials, which takes as long as a few rows do.
         return RmsNormLaunch(few, max(whole, 16), 0, _warps(few * whole, 16, 32), 1)
-    main, tail = split_width(n * itemsize // _VECTOR_BYTES * _VECTOR_BYTES // itemsize)
+    main, tail = split_width(_in_vectors(n, itemsize))
     if not aligned and dense and n >= _UNALIGNED_WIDTH and main + tail <= _BACKWARD_WIDTH:
         # 16384 x 4097: 0.114 with two programs an SM (128 registers) of eight warps, 0.123 of four; with the ends of a
         # row loaded when it comes 0.125. With dh 0.150, 0.152 and 0.161. 65536 x 769: 0.0935 with two warps, one
@@ -257,8 +262,7 @@ def backward_launch(
         # many as twelve programs an SM have; a tail or fp32 would take 84, for which 88 are set aside.
         num_warps = max(_warps(main, 16, 32), 2)
         per_thread = (main + tail) // (32 * num_warps)
-        few = 20 if itemsize == 2 else 16
-        registers = 128 if per_thread <= few else 168 if itemsize == 2 else 224
+        registers = 128 if per_thread <= (20 if itemsize == 2 else 16) else 168 if itemsize == 2 else 224
         if per_thread <= 8:
             registers = 84 if itemsize == 2 and not tail else 88
         launch = _unaligned(main, tail, itemsize, num_warps, tensors, registers, profile)

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -301,7 +302,7 @@ def test_why_not_hopper(device):
     assert common.tma_refusal("q", torch.zeros(1, 1, 4, 64).expand(1, 8, 4, 64)) is not None
 
 
-def compile_in_a_process(program: str) -> list[list]:
+def compile_in_a_process(program: str) -> list[Any]:
     """What `program` prints as JSON, run where Triton compiles."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -379,6 +380,8 @@ def test_named_barriers_stand_where_they_must():
                 assert "fence.proxy.async" in before[stored:]
             elif event.startswith("bar.sync"):
                 found["waits"] += 1
+                around = [[e for e in part if not e.startswith("bar.")] for part in (events[:i], events[i:])]
+                assert around[0][-1] != "wgmma.mma_async" and around[1][0] in ("wgmma.mma_async", "stmatrix")
         # Both barriers of a pair stand in each place; two consumers, before the loop and in it, in it and behind it.
         assert found == {"read": 4, "ds": 8 * (head_dim == 128), "waits": 8 * (head_dim == 128)}, (head_dim, found)
 

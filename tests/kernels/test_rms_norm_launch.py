@@ -256,11 +256,11 @@ def test_launches_are_possible_for_every_width(arch, itemsize, rows):
             assert launch.num_warps <= 32 and columns < 2 * max(n, 16)
             assert not launch.block_tail or launch.covers(n)  # chunks have no tail
             assert launch.blocks == 1 or (launch.late_weight and launch.block_rows == launch.num_warps)  # a row a warp
-            if launch.covers(n):  # elements a thread holds: with more some directions spill
-                assert launch.block_rows * columns / (32 * launch.num_warps) <= (64 if launch.unaligned else 40), (
-                    n,
-                    launch,
-                )
+            if launch.covers(n):  # elements a thread holds: with more some would spill
+                most = 40
+                if launch.unaligned:  # the weight late; backward; forward on a grid
+                    most = 64 if launch.late_weight else 24 if launch.max_registers else 48
+                assert launch.block_rows * columns / (32 * launch.num_warps) <= most, (n, launch)
             else:
                 assert launch.block_rows * launch.block_n / (32 * launch.num_warps) <= 32, (n, launch)
             # Rows on their way through shared memory, all but the one that is computed.

@@ -81,7 +81,7 @@ def test_background_saves_hold_what_was_there_and_memory_stays_flat(make_config,
         for mine, expected in zip(fresh.parameters(), before, strict=True):
             assert torch.equal(local(mine), expected)
         del fresh, fresh_optimizer, before
-        gc.collect()  # models are cycles, and a process that ran other tests before collects late
+        gc.collect()  # a model under FSDP2 is a cycle, which a process with other things in it collects late
         memory.append(torch.cuda.memory_allocated())
     writer.close()
     assert memory[-1] <= memory[1]
