@@ -24,7 +24,8 @@ COPY = "copy"  # of as many bytes, among the providers that are timed in turn
 LARGEST_COPY = 2**30  # bytes, read plus written: a larger one runs at the ceiling
 ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
-# Ops whose kernels tell L2 to keep what they read. Part of that outlives the flush before the next provider's call.
+# Ops whose kernels, ours and some that torch.compile makes, tell L2 to keep what they read. Part of that outlives the
+# flush before the next provider's call.
 KEEPS_IN_L2 = ("rms_norm", "add_rms_norm", "rope", "swiglu")
 
 
@@ -174,21 +175,17 @@ class RowRun:
         self.calls: dict[str, Call] = {}
         self.status: dict[str, str] = {}
         self.inputs: dict[str, Any] = {}
-        self.own: dict[str, Any] = {}
-        """The same values in other memory, for our kernels: what they leave in L2 helps nobody else."""
-        self.own_upstream: list[torch.Tensor] = []
-        """And the outputs' gradients."""
+        self.own: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+        """Provider -> the same values in memory that only it reads, and the outputs' gradients: what one leaves in L2
+        helps nobody else, and what several read is not there more often than what one does."""
 
     def run(self, makers: dict[str, Maker]) -> list[Result]:
         """All directions of the row. Whatever a provider raises is its status; what the row's own set-up raises (no
         memory for its inputs) is that of every provider."""
         started = time.monotonic()
         try:
-            self.inputs = self.own = make_inputs(self.row, self.dtype, self.device)
-            self.upstream = self.own_upstream = make_upstream(self.row, self.inputs)
-            if self.row.op in KEEPS_IN_L2:
-                self.own = make_inputs(self.row, self.dtype, self.device)
-                self.own_upstream = make_upstream(self.row, self.own)
+            self.inputs = make_inputs(self.row, self.dtype, self.device)
+            self.upstream = make_upstream(self.row, self.inputs)
             expected = None if self.row.op == "adamw" else expect(self.row, self.inputs, self.upstream)
         except Exception as error:
             self.status = dict.fromkeys(makers, f"failed: {describe(error)}")
@@ -204,7 +201,12 @@ class RowRun:
 
     def _given(self, name: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """A provider's inputs and the gradients of its outputs."""
-        return (self.own, self.own_upstream) if is_ours(name) else (self.inputs, self.upstream)
+        if self.row.op not in KEEPS_IN_L2:
+            return self.inputs, self.upstream
+        if name not in self.own:
+            inputs = make_inputs(self.row, self.dtype, self.device)
+            self.own[name] = inputs, make_upstream(self.row, inputs)
+        return self.own[name]
 
     def _took(self, part: str, started: float) -> float:
         """Notes what a part of the row took on the host; gives the time at which the next one begins."""

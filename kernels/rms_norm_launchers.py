@@ -138,6 +138,7 @@ def launch_forward(
                 LOAD=launch.load,
                 NARROW=launch.narrow,
                 num_warps=launch.num_warps,
+                **_registers(launch),
             )
         else:
             rms_norm_forward_chunked_kernel[(rows,)](*arguments, BLOCK_N=launch.block_n, num_warps=launch.num_warps)

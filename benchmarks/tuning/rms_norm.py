@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -78,20 +79,29 @@ def _late(main: int, tail: int, warps: int) -> RmsNormLaunch:
     return RmsNormLaunch(1, main, tail, warps, unaligned=True, late_weight=True)
 
 
-def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False, narrow: bool = False) -> RmsNormLaunch:
-    return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last", narrow=narrow)
+def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> RmsNormLaunch:
+    return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last")
 
 
-def _thirds(third: int, rows: int = 4, narrow: bool = False) -> RmsNormLaunch:
+def _narrow(main: int, warps: int, tail: int = 0, registers: int = 0, late_weight: bool = True) -> RmsNormLaunch:
+    launch = _kept(main, warps, tail, late_weight)
+    return dataclasses.replace(launch, narrow=True, max_registers=registers)
+
+
+def _thirds(third: int, rows: int = 4, narrow: bool = False, registers: int = 0) -> RmsNormLaunch:
     """Each row in one warp: no lane is idle, and no warp waits for another."""
-    return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3, narrow=narrow)
+    return RmsNormLaunch(
+        rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3, narrow=narrow, max_registers=registers
+    )
 
 
 _FORWARD = {
     (65536, 768): (
+        _thirds(256, narrow=True, registers=32),
+        _thirds(256, 8, narrow=True, registers=32),
+        _thirds(256, 2, narrow=True, registers=32),
         _thirds(256, narrow=True),
         _thirds(256),
-        _thirds(256, 8),
         RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last"),
     ),
     (65536, 1536): (
@@ -103,7 +113,9 @@ _FORWARD = {
     (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
     (32768, 2048): (
         _kept(2048, 4, late_weight=True),
-        _kept(2048, 4, late_weight=True, narrow=True),
+        _narrow(2048, 4),
+        _narrow(2048, 2, registers=40),
+        _narrow(2048, 2, registers=48),
         _kept(2048, 2, late_weight=True),
         _kept(2048, 4),
     ),
@@ -115,18 +127,26 @@ _FORWARD = {
     # The last ones are about as much as L2 holds, or less.
     **dict.fromkeys(
         ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
-        (_kept(4096, 8, late_weight=True), _kept(4096, 8, late_weight=True, narrow=True), _kept(4096, 4)),
+        (
+            _kept(4096, 8, late_weight=True),
+            _narrow(4096, 8),
+            _narrow(4096, 4, registers=40),
+            _narrow(4096, 4, registers=48),
+        ),
     ),
     (8192, 8192): (
         _kept(8192, 8, late_weight=True),
-        _kept(8192, 8, late_weight=True, narrow=True),
-        _kept(8192, 4, late_weight=True, narrow=True),
-        _kept(8192, 4, late_weight=True),
+        _narrow(8192, 8, registers=40),
+        _narrow(8192, 8, registers=48),
+        _narrow(8192, 16),
+        _narrow(8192, 8),
+        _narrow(8192, 4),
     ),
     (16384, 5120): (
         _kept(4096, 4, 1024),
-        _kept(4096, 4, 1024, narrow=True),
-        _kept(4096, 4, 1024, late_weight=True, narrow=True),
+        _narrow(4096, 4, 1024, late_weight=False),
+        _narrow(4096, 4, 1024, registers=48),
+        _narrow(4096, 8, 1024, registers=32),
     ),
     (16384, 4097): (_late(4096, 0, 4), _late(4096, 0, 2), _late(4096, 0, 8), _ahead(4096, 0, 4, SMS * 4)),
     (16384, 5121): (_ahead(4096, 1024, 4, SMS * 3 // 8 * 8), _late(4096, 1024, 4)),
