@@ -83,17 +83,6 @@ def _load_input(
 
 
 @jit
-def _widen(value):
-    """fp32. bf16 by integer arithmetic: where a value is needed as fp32 a second time, the compiler does not see that
-    it has been before, and keeps the 16 bits in between."""
-    if value.dtype == tl.bfloat16:
-        bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return value.to(tl.float32)
-
-
-@jit
 def _block(part: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_TAIL: tl.constexpr):
     """Columns of a row's part, [1, C], and their mask: BLOCKS blocks of BLOCK_N, then the tail."""
     if part < BLOCKS:
@@ -130,10 +119,8 @@ def rms_norm_forward_kernel(
     STAGES: tl.constexpr,
     LATE_WEIGHT: tl.constexpr,
     LOAD: tl.constexpr,
-    NARROW: tl.constexpr,
 ):
-    """Whole rows in registers: one read, one write. LOAD: what L2 is told of rows that are read. NARROW: they are kept
-    in their own dtype until they are scaled."""
+    """Whole rows in registers: one read, one write. LOAD: what L2 is told of rows that are read."""
     PARTS: tl.constexpr = BLOCKS + (BLOCK_TAIL > 0)
     first = tl.program_id(0) * BLOCK_ROWS
     weights = ()
@@ -158,13 +145,12 @@ def rms_norm_forward_kernel(
                 x + col, residual + col, h_ptr + out + col, (row < rows) & exists, HAS_RESIDUAL,
                 EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N, LOAD,
             )  # fmt: skip
-            values += (value.to(h_ptr.dtype.element_ty) if NARROW else value,)
+            values += (value,)
             if part < BLOCKS:
                 squares += value * value
         total = tl.sum(squares, 1, keep_dims=True)
         if BLOCK_TAIL > 0:
-            tail = values[BLOCKS].to(tl.float32)
-            total += tl.sum(tail * tail, 1, keep_dims=True)
+            total += tl.sum(values[BLOCKS] * values[BLOCKS], 1, keep_dims=True)
         rstd = 1.0 / tl.sqrt_rn(total / N + tl.cast(eps, tl.float32))
         if BLOCKS > 1:
             # By a lane of each row's warp, lest the rows meet in shared memory.
@@ -184,7 +170,7 @@ def rms_norm_forward_kernel(
         for part in tl.static_range(PARTS):  # pyright: ignore
             col, exists = _block(part, N, BLOCKS, BLOCK_N, BLOCK_TAIL)
             store(
-                y_ptr + out + col, _widen(values[part]) * rstd * factors[part], (row < rows) & exists,
+                y_ptr + out + col, values[part] * rstd * factors[part], (row < rows) & exists,
                 EVEN_ROWS and part * BLOCK_N + col.shape[1] <= N,
             )  # fmt: skip
 

@@ -136,9 +136,7 @@ def launch_forward(
                 STAGES=launch.num_stages,
                 LATE_WEIGHT=launch.late_weight,
                 LOAD=launch.load,
-                NARROW=launch.narrow,
                 num_warps=launch.num_warps,
-                **_registers(launch),
             )
         else:
             rms_norm_forward_chunked_kernel[(rows,)](*arguments, BLOCK_N=launch.block_n, num_warps=launch.num_warps)

@@ -39,8 +39,7 @@ ROWS = (
     (1, 16384, 16, 16, 64),
 )
 BACKWARD_ROWS = (*ROWS, (4, 4097, 32, 8, 128))
-DOCUMENT_ROWS = ((1, 16384, 32, 8, 128),)  # at head_dim 64 documents have no sections
-FORWARD_DOCUMENT_ROWS = (*DOCUMENT_ROWS, (1, 16384, 32, 8, 64))
+DOCUMENT_ROWS = ((1, 16384, 32, 8, 128), (1, 16384, 32, 8, 64))
 DOCUMENTS = (0, *accumulate(document_lengths(16384, 64, 8192)))  # those of the benchmark
 PORTABLE_ROWS = ((4, 4096, 32, 8, 128), (4, 4096, 32, 8, 64))
 
@@ -104,10 +103,8 @@ def forward_candidates(length: int, head_dim: int) -> tuple[HopperForwardLaunch,
 def backward_candidates(length: int, head_dim: int, packed: bool = False) -> tuple[HopperBackwardLaunch, ...]:
     """Short tiles at the end; sections."""
     launch = hopper_backward_launch(head_dim, length, KNOWN_PROFILES[90], packed)
-    others = [dataclasses.replace(launch, early=not launch.early)]
-    others += [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
-    if launch.section_bytes is not None:
-        others += [dataclasses.replace(launch, section_bytes=launch.section_bytes * n // 4) for n in (3, 2, 6)]
+    others = [dataclasses.replace(launch, held=held) for held in (0, 1, 2, 4) if held != launch.held]
+    others += [dataclasses.replace(launch, section_bytes=launch.section_bytes * n // 4) for n in (3, 2, 6)]
     return tuple(others)
 
 
@@ -135,7 +132,7 @@ TARGETS = (
             functools.partial(_forward, hopper_forward, row, documents=documents),
             0,
         )
-        for rows, documents in ((ROWS, ()), (FORWARD_DOCUMENT_ROWS, DOCUMENTS))
+        for rows, documents in ((ROWS, ()), (DOCUMENT_ROWS, DOCUMENTS))
         for row in rows
     ]
     + [

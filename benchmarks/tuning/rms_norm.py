@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -83,42 +82,16 @@ def _kept(main: int, warps: int, tail: int = 0, late_weight: bool = False) -> Rm
     return RmsNormLaunch(1, main, tail, warps, late_weight=late_weight, load="evict_last")
 
 
-def _narrow(main: int, warps: int, tail: int = 0, registers: int = 0, late_weight: bool = True) -> RmsNormLaunch:
-    launch = _kept(main, warps, tail, late_weight)
-    return dataclasses.replace(launch, narrow=True, max_registers=registers)
-
-
-def _thirds(third: int, rows: int = 4, narrow: bool = False, registers: int = 0) -> RmsNormLaunch:
+def _thirds(third: int, rows: int = 4) -> RmsNormLaunch:
     """Each row in one warp: no lane is idle, and no warp waits for another."""
-    return RmsNormLaunch(
-        rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3, narrow=narrow, max_registers=registers
-    )
+    return RmsNormLaunch(rows, third, 0, rows, late_weight=True, load="evict_last", blocks=3)
 
 
 _FORWARD = {
-    (65536, 768): (
-        _thirds(256, narrow=True, registers=32),
-        _thirds(256, 8, narrow=True, registers=32),
-        _thirds(256, 2, narrow=True, registers=32),
-        _thirds(256, narrow=True),
-        _thirds(256),
-        RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last"),
-    ),
-    (65536, 1536): (
-        _thirds(512),
-        _thirds(512, narrow=True),
-        _kept(1024, 2, 512),
-        _kept(1024, 2, 512, late_weight=True),
-    ),
+    (65536, 768): (_thirds(256), _thirds(256, 8), RmsNormLaunch(2, 1024, 0, 2, late_weight=True, load="evict_last")),
+    (65536, 1536): (_thirds(512), _kept(1024, 2, 512), _kept(1024, 2, 512, late_weight=True)),
     (131072, 384): (_thirds(128), RmsNormLaunch(4, 512, 0, 2, late_weight=True, load="evict_last")),
-    (32768, 2048): (
-        _kept(2048, 4, late_weight=True),
-        _narrow(2048, 4),
-        _narrow(2048, 2, registers=40),
-        _narrow(2048, 2, registers=48),
-        _kept(2048, 2, late_weight=True),
-        _kept(2048, 4),
-    ),
+    (32768, 2048): (_kept(2048, 4, late_weight=True), _kept(2048, 2, late_weight=True), _kept(2048, 4)),
     # All programs at once: nothing is gained by few registers.
     **dict.fromkeys(
         ((1, 4096), (64, 4096)),
@@ -127,27 +100,14 @@ _FORWARD = {
     # The last ones are about as much as L2 holds, or less.
     **dict.fromkeys(
         ((16384, 4096), (8192, 4096), (4096, 4096), (2048, 4096)),
-        (
-            _kept(4096, 8, late_weight=True),
-            _narrow(4096, 8),
-            _narrow(4096, 4, registers=40),
-            _narrow(4096, 4, registers=48),
-        ),
+        (_kept(4096, 8, late_weight=True), _kept(4096, 4, late_weight=True), _kept(4096, 4)),
     ),
     (8192, 8192): (
         _kept(8192, 8, late_weight=True),
-        _narrow(8192, 8, registers=40),
-        _narrow(8192, 8, registers=48),
-        _narrow(8192, 16),
-        _narrow(8192, 8),
-        _narrow(8192, 4),
+        _kept(8192, 4, late_weight=True),
+        _kept(8192, 16, late_weight=True),
     ),
-    (16384, 5120): (
-        _kept(4096, 4, 1024),
-        _narrow(4096, 4, 1024, late_weight=False),
-        _narrow(4096, 4, 1024, registers=48),
-        _narrow(4096, 8, 1024, registers=32),
-    ),
+    (16384, 5120): (_kept(4096, 4, 1024), _kept(4096, 8, 1024), _kept(4096, 4, 1024, late_weight=True)),
     (16384, 4097): (_late(4096, 0, 4), _late(4096, 0, 2), _late(4096, 0, 8), _ahead(4096, 0, 4, SMS * 4)),
     (16384, 5121): (_ahead(4096, 1024, 4, SMS * 3 // 8 * 8), _late(4096, 1024, 4)),
     (16384, 2049): (_late(2048, 0, 2), _late(2048, 0, 1), _ahead(2048, 0, 2, SMS * 6)),

@@ -367,7 +367,7 @@ def hopper_backward(
             head_bytes = 2 * group * queries * head_dim * q.element_size()
             kernel, programs = hopper_backward_rolling_kernel, min(instances * tiles, profile.num_sms)
             section = heads_a_section(head_bytes, instances, launch.section_bytes)
-            choices = {"HELD": launch.held, "EARLY": launch.early}
+            choices = {"HELD": launch.held}
         descriptors = (
             rows_descriptor(q, block_m, packed),
             rows_descriptor(k, 64, packed),

@@ -36,7 +36,7 @@ from fuselm.kernels.attention.hopper_common import (
 from fuselm.kernels.attention.hopper_dq import add_dq, multiply_dq
 
 STAGES = constexpr(2)  # of queries; the waits below count on two
-# Named barriers, two each: a block of queries has been read; a consumer's dS of a block is there, at head_dim 128.
+# Named barriers, two each: a block of queries has been read; a consumer's dS of a block is there.
 READ = constexpr(8)
 DS = constexpr(10)  # consumer 1: the two after these
 
@@ -82,7 +82,7 @@ def _produce(
     HELD: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, _ds_s, _out_s, plan = buffers
-    plan_full, plan_empty, kv_full, q_full, do_full, _ds_full = barriers
+    plan_full, plan_empty, kv_full, q_full, do_full = barriers
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window = problem
     number = gl.program_id(0) * 0  # tiles so far
     used = gl.program_id(0) * 0  # those that had blocks
@@ -170,11 +170,11 @@ def _store_registers(pointer, value, row, rows, stride, layout: tl.constexpr):
 def _consume(
     buffers, barriers, problem, outputs, scale, score_scale,
     ME: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan = buffers
     dq_ptr, dk_out, dv_out = outputs
-    plan_full, plan_empty, kv_full, q_full, do_full, ds_full = barriers
+    plan_full, plan_empty, kv_full, q_full, do_full = barriers
     _queries, keys_a_batch, kv_heads, group, _instances, _section, _tiles, query_tiles, window = problem
     dtype: tl.constexpr = ds_s.dtype
     scores: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -216,25 +216,20 @@ def _consume(
         dk = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
         dv = gl.zeros([64, HEAD_DIM], gl.float32, gradient)
         pair = used & 1
-        k = matrix(k_s.index(2 * pair + ME))
-        v = matrix(v_s.index(2 * pair + ME))
         block = block_begin
         if count > 0:
             mbarrier.wait(kv_full.index(2 * pair + ME), used // 2 & 1)
             if passed == 0:  # this consumer's keys are there, which a product with dS = 0 must not find full of NaN
-                if HEAD_DIM == 128:
-                    meet(passed & 1, DS + 2 * ME, 256, False)
-                else:
-                    mbarrier.arrive(ds_full.index(0), count=1)
+                meet(passed & 1, DS + 2 * ME, 256, False)
                 dq_row = padded + block * BLOCK_M
         for i in range(group * count):
             done = passed + i  # pyright: ignore[reportOperatorIssue]
             slot = done % STAGES
             phase = done // STAGES & 1
-            if HEAD_DIM == 128:  # the addresses of keys and values, of which each product has its own, spill otherwise
-                here = _not_before(pair)
-                k = matrix(k_s.index(2 * here + ME))
-                v = matrix(v_s.index(2 * here + ME))
+            # Or the addresses of keys and values, of which each product has its own, would spill.
+            here = _not_before(pair)
+            k = matrix(k_s.index(2 * here + ME))
+            v = matrix(v_s.index(2 * here + ME))
             mbarrier.wait(q_full.index(slot), phase)
             q = matrix(q_s.index(slot))
             # dP starts from -delta instead of 0: the registers of delta are those of the sum.
@@ -243,8 +238,12 @@ def _consume(
             mbarrier.wait(do_full.index(slot), phase)
             do = matrix(do_s.index(slot))
             dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+            # Where there are registers for them, before the wait.
+            if HEAD_DIM == 128:
+                lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
             s = warpgroup_mma_wait(1, deps=(s,))
-            lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
+            if HEAD_DIM == 64:
+                lse2 = lse2_s.index(slot).load(gl.SliceLayout(0, scores))
             p = gl.exp2(s * score_scale - lse2[None, :])
             edge = block < full_begin
             edge = edge | (block >= full_end)
@@ -265,27 +264,21 @@ def _consume(
             # began, or nearly so: the consumers need not keep step, and one's softmax can meet the other's products.
             behind = (i == 0) & (used > 0)  # pyright: ignore[reportOperatorIssue]
             keys = gl.where(behind, pair ^ 1, pair)
-            # At head_dim 128 a named barrier: ptxas moves arithmetic across it, but not across the loop that waits at
-            # an mbarrier, with which the kernel takes 1.5 % longer. At 64 it would then hold more than there are
-            # registers.
-            if HEAD_DIM == 128:
-                meet(done & 1, DS + 2 - 2 * ME, 256, True)
-            else:
-                mbarrier.wait(ds_full.index(done & 1), done // 2 & 1)
-            if EARLY:
+            # A named barrier: ptxas moves arithmetic across it, but not across the loop that waits at an mbarrier, with
+            # which the kernel takes 1.5 % longer.
+            meet(done & 1, DS + 2 - 2 * ME, 256, True)
+            # dS is stored before the products at head_dim 64, behind them at 128: each was faster there.
+            if HEAD_DIM == 64:
                 ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
                 fence_async_shared()
             dq = multiply_dq(ds_s, k_s, done & 1, keys, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
-            if not EARLY:
+            if HEAD_DIM == 128:
                 ds_s.index(2 * (done + 1 & 1) + ME).store(ds)
                 fence_async_shared()
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
-            if HEAD_DIM == 128:
-                meet(done + 1 & 1, DS + 2 * ME, 256, False)
-            else:
-                mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
+            meet(done + 1 & 1, DS + 2 * ME, 256, False)
             add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             meet(slot, READ, 288, False)
@@ -320,9 +313,7 @@ def _consume(
         mbarrier.wait(plan_full.index(number & 1), number // 2 & 1)
         count = noted(plan, number & 1, 0)
     if passed > 0:
-        # At head_dim 64 the end of the plan says it: both consumers have read their last queries, after storing dS.
-        if HEAD_DIM == 128:
-            meet(passed & 1, DS + 2 - 2 * ME, 256, True)
+        meet(passed & 1, DS + 2 - 2 * ME, 256, True)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
@@ -337,7 +328,7 @@ def hopper_backward_rolling_kernel(
     q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_ptr, counter_ptr, dk_out, dv_out, table_ptr,
     queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window, scale, score_scale,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HELD: tl.constexpr, EARLY: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_desc.dtype
     q_s = ring(q_desc, STAGES)
@@ -357,18 +348,17 @@ def hopper_backward_rolling_kernel(
     kv_full = barrier_ring(4, 1)
     q_full = barrier_ring(STAGES, 1)
     do_full = barrier_ring(STAGES, 1)
-    ds_full = barrier_ring(2, 2)
     buffers = (q_s, do_s, k_s, v_s, lse2_s, delta_s, ds_s, out_s, plan)
-    barriers = (plan_full, plan_empty, kv_full, q_full, do_full, ds_full)
+    barriers = (plan_full, plan_empty, kv_full, q_full, do_full)
     problem = (queries, keys, kv_heads, group, instances, section, tiles, query_tiles, window)
     outputs = (dq_ptr, dk_out, dv_out)
     # fmt: off
     gl.warp_specialize(
         [
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, EARLY)),
+                        0, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_consume, (buffers, barriers, problem, outputs, scale, score_scale,
-                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM, EARLY)),
+                        1, PACKED, CAUSAL, WINDOW, BLOCK_M, HEAD_DIM)),
             (_produce, (buffers, barriers, problem, q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc,
                         table_ptr, counter_ptr, PACKED, CAUSAL, WINDOW, BLOCK_M, HELD)),
         ],

@@ -68,15 +68,13 @@ class HopperBackwardLaunch:
     """Launch of the main backward kernel of calls that are not deterministic.
 
     Attributes:
-        section_bytes: queries and output gradients of the heads that are worked on together; None for all heads.
+        section_bytes: queries and output gradients of the heads that are worked on together.
         held: eighths of the tiles of keys, those with the least work, that come after all others (`short_tiles_last`
             in hopper_backward_rolling.py).
-        early: store dS of a block before the products that read the dS of the block before, not behind them.
     """
 
-    section_bytes: int | None
+    section_bytes: int
     held: int = 0
-    early: bool = False
 
 
 def hopper_forward_launch(head_dim: int, keys: int, profile: DeviceProfile) -> HopperForwardLaunch:
@@ -101,25 +99,26 @@ def hopper_backward_launch(head_dim: int, keys: int, profile: DeviceProfile, pac
     MiB more holds at 4097 keys what 32 hold at 4096: 2.458 for 2.670. No eighth of the tiles held back, one, two and
     four: 2.398, 2.394, 2.418 and 2.731 (4 x 4096), 4.745, 4.711, 4.739 and 5.161 (2 x 8192), 0.926, 0.888 (32 MiB),
     0.899 and 1.012 (16 x 1024), 2.670, 2.473, 2.486 and 2.525 (4 x 4097), 9.345, 9.465, 9.227 and 10.04 (16384), 1.825,
-    1.871, 1.843 and 1.776 (11 documents of 16384 together). At head_dim 64 it makes no difference; sections of 12, 16,
-    20 and 24 MiB: 1.431, 1.335, 1.402 and 1.409 (4 x 4096), 2.386, 2.375, 2.383 and 2.407 (16384), of 12, 16 and 20
-    0.384, 0.386 and 0.399 (32 x 1024); the documents 1.13 in sections of 32 MiB and 1.02 without.
+    1.871, 1.843 and 1.776 (11 documents of 16384 together).
+
+    At head_dim 64 none held back, one and two: 1.258, 1.261 and 1.268 (4 x 4096), 0.369, 0.373 and 0.383 (32 x 1024);
+    sections of 12, 16, 20 and 24 MiB: 1.356, 1.258, 1.328 and 1.343 (4 x 4096), 2.264, 2.250, 2.271 and 2.272 (16384),
+    of 8, 12 and 16 0.369, 0.369 and 0.375 (32 x 1024); the documents in sections of 28, 32, 40 and 48 MiB 0.991, 0.923,
+    0.923 and 0.937, without 0.982. A MiB more than 16 and 32 for the same reason as above.
     """
     if head_dim == 64:
-        return HopperBackwardLaunch(None if packed else (12 if keys <= 2048 else 16) * MIB)
+        return HopperBackwardLaunch((33 if packed else 12 if keys <= 2048 else 17) * MIB)
     return HopperBackwardLaunch(33 * MIB, 4 if packed else 1 if keys <= 8192 else 2)
 
 
-def heads_a_section(head_bytes: int, heads: int, section_bytes: int | None, step: int = 1) -> int:
+def heads_a_section(head_bytes: int, heads: int, section_bytes: int, step: int = 1) -> int:
     """Heads that are worked on together: as many of `head_bytes` each as `section_bytes` hold, a multiple of `step`.
 
     Args:
         head_bytes: what one head reads again and again.
         heads: how many there are over all batches, a multiple of `step`.
-        section_bytes: how much may be in use; None for any amount.
+        section_bytes: how much may be in use.
         step: heads that share keys and values.
     """
-    if section_bytes is None:
-        return heads
     fit = section_bytes // max(head_bytes, 1) // step * step
     return min(max(fit, step), heads)

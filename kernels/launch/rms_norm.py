@@ -47,10 +47,8 @@ class RmsNormLaunch:
             row's whole vectors, and a program's rows begin equally deep in one: `programs` is 0 or a multiple of 8.
         late_weight: forward: load the weight after the sum of squares, when nothing else waits for memory. It needs
             fewer registers, so that more rows are in flight. The first programs bring it into L2 before.
-        max_registers: forward, and backward with `unaligned`: registers a thread at most, 0 for no limit: more
-            programs an SM.
+        max_registers: backward, with `unaligned`: registers a thread at most, 0 for no limit: more programs an SM.
         load: forward: eviction policy of the rows that are read, "" or "evict_last".
-        narrow: forward: rows stay in their own dtype until they are scaled, instead of in fp32: fewer registers.
         blocks: forward, with `late_weight` and as many rows as warps: main blocks side by side, with which a row is in
             one warp: no lane is idle, and no warp waits for another.
     """
@@ -62,7 +60,6 @@ class RmsNormLaunch:
     programs: int = 0
     num_stages: int = 1
     unaligned: bool = False
-    narrow: bool = False
     late_weight: bool = False
     max_registers: int = 0
     load: str = ""

@@ -183,7 +183,6 @@ def test_sections_are_whole_groups_that_fit():
     assert heads_a_section(3 * 2**20, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(2**30, 32, 16 * 2**20, 4) == 4
     assert heads_a_section(1, 32, 16 * 2**20, 4) == 32
-    assert heads_a_section(2**30, 32, None) == 32
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,9 @@ def test_sections_are_whole_groups_that_fit():
         (128, 16384, False, 1, 2),
         (128, 16384, True, 1, 4),
         (128, 1024, False, 8, 1),
-        (64, 16384, True, 8, 0),
+        (64, 4096, False, 4, 0),
+        (64, 4097, False, 4, 0),
+        (64, 16384, True, 2, 0),
     ],
 )
 def test_sections_of_the_backward_kernel(head_dim, keys, packed, groups, held):
@@ -314,7 +315,7 @@ def compile_in_a_process(program: str) -> list[Any]:
 
 def test_compiles_for_hopper():
     """Each mask of the kernels compiles for sm_90, without serialised products. The limits hold what Triton 3.6 and
-    3.8 spill: only the backward kernels, that of calls that are not deterministic at head_dim 128 an address or two."""
+    3.8 spill: only backward kernels, that of calls that are not deterministic an address or two, at head_dim 64."""
     program = """
         import json, sys
         import torch
@@ -337,7 +338,7 @@ def test_compiles_for_hopper():
     assert len(hopper) == 6
     for name, head_dim, options, spills, warnings, shared in hopper:
         assert not warnings and shared <= 227 * 1024
-        rolling = {64: 160, 128: 24}[head_dim]
+        rolling = {64: 32, 128: 0}[head_dim]
         limit = 320 if name == "_hopper_backward_kernel" else rolling if "backward" in name else 0
         assert spills <= limit, (name, head_dim, options, spills)
 
@@ -378,12 +379,13 @@ def test_named_barriers_stand_where_they_must():
                 found["ds"] += 1
                 stored = max(j for j, e in enumerate(before) if e == "stmatrix")
                 assert "fence.proxy.async" in before[stored:]
+                assert before[-1] in ("fence.proxy.async", "wgmma.wait_group 1")  # zeros; dQ, which read the one before
             elif event.startswith("bar.sync"):
                 found["waits"] += 1
                 around = [[e for e in part if not e.startswith("bar.")] for part in (events[:i], events[i:])]
                 assert around[0][-1] != "wgmma.mma_async" and around[1][0] in ("wgmma.mma_async", "stmatrix")
         # Both barriers of a pair stand in each place; two consumers, before the loop and in it, in it and behind it.
-        assert found == {"read": 4, "ds": 8 * (head_dim == 128), "waits": 8 * (head_dim == 128)}, (head_dim, found)
+        assert found == {"read": 4, "ds": 8, "waits": 8}, (head_dim, found)
 
 
 WORKER = Path(__file__).parent / "attention_hopper_worker.py"

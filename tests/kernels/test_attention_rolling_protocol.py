@@ -77,7 +77,6 @@ class _Program:
         group: int,
         window: int = 0,
         held: int = 0,
-        early: bool = False,
         change: Change | None = None,
     ) -> None:
         self.machine = machine = Machine(seed)
@@ -114,7 +113,7 @@ class _Program:
         self.run_kernel: Callable[[], Any] = lambda: kernel(
             *descs, VALUE, VALUE, *outputs, VALUE, *lengths, heads, group, heads, 2, self.tiles, self.query_tiles,
             window, 1.0, 1.0, PACKED=False, CAUSAL=True, WINDOW=window > 0, BLOCK_M=self.block_m, HEAD_DIM=head_dim,
-            HELD=held, EARLY=early,
+            HELD=held,
         )  # fmt: skip
 
     # What the kernel calls
@@ -206,12 +205,11 @@ SHAPES = [  # lengths, heads, group, window, held; with the window, most tiles o
 ]
 
 
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_protocol(shape, head_dim, early):
+def test_protocol(shape, head_dim):
     for seed in range(4):
-        _Program(seed, head_dim, *shape, early=early).run()
+        _Program(seed, head_dim, *shape).run()
 
 
 FAULTS = faults((rolling,))
@@ -223,5 +221,4 @@ def test_the_model_finds(change):
         for seed in range(30):
             for lengths, window in (((128, 128), 0), ((640, 640), 0), ((70, 500), 33), ((0, 300), 0)):
                 for head_dim in (64, 128):
-                    for early in (False, True):
-                        _Program(seed, head_dim, lengths, 5, 1, window, early=early, change=change).run()
+                    _Program(seed, head_dim, lengths, 5, 1, window, change=change).run()
