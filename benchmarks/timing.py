@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
 LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs a fast host, with room to spare
 CYCLES_A_SECOND = 2e9  # of a GPU at its highest clock
+LONGEST_PAUSE_S = 0.03  # a host that needs longer waits for the GPU in a call, which nothing hides
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def tensors_of(outputs: Any) -> list[Any]:
 def pause_cycles(calls: int, queued_s: float) -> int:
     """Clocks that the GPU sleeps while the host queues a round of `calls` calls, which took it `queued_s` seconds once:
     twice as long, as it may be slower the next time, and no less than for a fast host."""
-    return max(LAUNCH_CYCLES * calls, int(2 * queued_s * CYCLES_A_SECOND))
+    return max(LAUNCH_CYCLES * calls, int(min(2 * queued_s, LONGEST_PAUSE_S) * CYCLES_A_SECOND))
 
 
 def interleaved(
@@ -70,6 +71,7 @@ def interleaved(
     warmup: int = 3,
     hide_launch: bool = False,
     resets: Mapping[str, Callable[[], None]] | None = None,
+    before: Callable[[], Any] = _nothing,
 ) -> dict[str, Timing]:
     """Times the functions in turn, `repeats` rounds, so that drift of the card's clock meets all of them alike.
 
@@ -84,6 +86,7 @@ def interleaved(
         hide_launch: let the GPU sleep at the start of a round while the host queues it, so that the host's part of a
             call is not in the times. How long is seen in one more round, untimed.
         resets: provider name -> what puts back what its calls overwrite; runs before each call, untimed.
+        before: runs before each call, and before the flush, untimed.
 
     Returns:
         provider name -> Timing.
@@ -102,6 +105,7 @@ def interleaved(
             shuffled(order)
             for name, function in order:
                 resets.get(name, _nothing)()
+                before()
                 started = time.perf_counter()
                 function()
                 samples[name].append((time.perf_counter() - started) * 1e3)
@@ -112,6 +116,7 @@ def interleaved(
     def queue_round() -> None:
         for name, function in order:
             resets.get(name, _nothing)()
+            before()
             flush.zero_()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
@@ -134,6 +139,23 @@ def interleaved(
         queue_round()
     torch.cuda.synchronize(device)
     return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def load_of(device: torch.device, seconds: float = 0.025) -> Callable[[], Any]:
+    """A call that keeps a GPU multiplying for about so long, as most of a training step does. A card at its power limit
+    lowers its clock: what ran before a long call then decides how fast that one is."""
+    if device.type != "cuda":
+        return _nothing
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    out = torch.empty_like(a)
+    times = max(round(seconds / (2 * 8192**3 / 7e14)), 1)
+
+    def multiply() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    return multiply
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -52,8 +52,26 @@ def test_the_command_line_writes_every_row(monkeypatch, tmp_path, capsys):
         for measured in row["providers"].values():
             assert measured["status"] == "ok" and measured["low_ms"] <= measured["ms"] <= measured["high_ms"]
             assert measured["gb_s"] == pytest.approx(row["bytes"] / measured["ms"] / 1e6)
+        assert row["copy_ms"] > 0 and row["flops"] == 0
     assert not facts["shows_gpu"] and facts["left_out"] == [] and facts["environment"]["commit"]
     assert "show nothing about GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "linear_cross_entropy"])
+def test_long_products_start_from_the_same_load(op, monkeypatch):
+    """Before every call that is timed, of every provider; not where memory is what counts."""
+    loads, calls = [], []
+    monkeypatch.setattr(measure, "LOADED_ABOVE_MS", 0.0)
+    monkeypatch.setattr(measure, "load_of", lambda device: lambda: loads.append(len(calls)))
+    function = rows.SPEC_OF[op].plain
+
+    def make(inputs: dict[str, Any]) -> Any:
+        return base.Call(lambda: calls.append(1) or function(**inputs), base.leaves_of(inputs))
+
+    (result, *_) = _run(TINY[op], {"fuselm": make, "eager": make}).values()
+    assert all(measured.status == "ok" for measured in result.providers.values())
+    assert loads == ([] if op == "rms_norm" else list(range(len(calls) - 2 * result.rounds, len(calls))))
+    assert (result.copy_ms is None) == (op == "linear_cross_entropy")
 
 
 def test_what_there_was_no_time_for_is_left_out_by_name(monkeypatch, tmp_path):

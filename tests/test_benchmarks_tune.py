@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -242,15 +243,19 @@ def test_the_pause_outlasts_a_slow_host():
     pause_cycles = importlib.import_module("timing").pause_cycles
     assert pause_cycles(6, 1e-3) == 7_200_000  # a fast host: 0.6 ms a call
     assert pause_cycles(6, 5e-3) == 20_000_000  # 10 ms at 2 GHz
+    assert pause_cycles(6, 0.4) == 60_000_000  # a call that waits for the GPU: no pause as long as that
 
 
 def test_interleaved_calls_in_turn():
     """Each function once a round, in an order that changes."""
     calls = []
     functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    timings = interleaved(functions, CPU, 12, warmup=1, resets={"b": lambda: calls.append("-")})
-    rounds = "".join(calls).replace("-b", "b")
-    assert len(calls) == 3 * 13 and set(timings) == {"a", "b"}
+    resets, before = {"b": lambda: calls.append("-")}, functools.partial(calls.append, ".")
+    timings = interleaved(functions, CPU, 12, warmup=1, resets=resets, before=before)
+    rounds = "".join(calls)
+    assert len(calls) == 3 + 5 * 12 and set(timings) == {"a", "b"}
+    assert rounds[:3] == "a-b" and rounds.count(".a") == rounds.count("-.b") == 12
+    rounds = rounds.replace("-", "").replace(".", "")
     assert {rounds[i : i + 2] for i in range(0, 26, 2)} == {"ab", "ba"}
     assert interleaved({}, CPU, 2) == {}
 
