@@ -38,7 +38,7 @@ import tyro
 from measure import Ceilings, Result, RowRun, configure_compile, release
 from peers.base import DETERMINISTIC, OURS, Maker, is_ours
 from peers.registry import Peers, load_peers
-from report_kernels import best_peer, deterministic_cost, milliseconds, ours, plain, speed_ratio
+from report_kernels import best_peer, deterministic_cost, goal_of, milliseconds, ours, plain, speed_ratio
 from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row
 from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
 
@@ -151,8 +151,7 @@ def summary(row: dict[str, Any]) -> str:
         speed = f"{mine['tflops']:,.0f} TFLOP/s" if mine["tflops"] else f"{mine['gb_s']:,.0f} GB/s"
         share = f", {mine['share']:.0%} of the ceiling" if mine["share"] else ""
         graph = f", {milliseconds(mine['graph_ms'])} in a graph" if mine["graph_ms"] else ""
-        goal = row["goal_ms"]
-        goal = f", goal {goal:g} {'met' if mine['ms'] <= goal else 'MISSED'}" if goal else ""
+        goal = f", goal {goal}" if (goal := goal_of(row)) else ""
         head += f" {milliseconds(mine['ms'])} ms ({speed}{share}{graph}{goal})"
     if (cost := deterministic_cost(row)) is not None and row["direction"] == BACKWARD:
         head += f" | deterministic {milliseconds(row['providers'][DETERMINISTIC]['ms'])} ms, {cost:.2f}x the time"

@@ -15,7 +15,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from expected import Expected, check_ours, check_peer, expect, gradients, run_call
 from peers.base import Call, Maker, NotOfferedError, is_ours
-from rows import BACKWARD, FORWARD, ODD_ROWS, STEP, Row, make_inputs, make_upstream, work
+from rows import BACKWARD, FORWARD, GOAL_PEERS, ODD_ROWS, STEP, Row, make_inputs, make_upstream, work
 from timing import L2_FLUSH_BYTES, describe, interleaved, load_of
 
 GOAL_CARD = "H200"  # the card that the rows' goals are for
@@ -69,8 +69,8 @@ class Measurement:
 @dataclass
 class Result:
     """A row in one direction: provider -> measurement, and what the table needs of the row: `odd` is a size off the
-    block borders, `near` the round one beside it, `copy_ms` what a copy that moves as many bytes takes in the same
-    rounds, where a row is bound by memory."""
+    block borders, `near` the round one beside it, `goal_peer` the best peer and its milliseconds when the goal was set,
+    `copy_ms` what a copy that moves as many bytes takes in the same rounds, where a row is bound by memory."""
 
     op: str
     label: str
@@ -82,6 +82,7 @@ class Result:
     near: str
     odd: bool
     rounds: int = 0
+    goal_peer: tuple[str, float] | None = None
     copy_ms: float | None = None
     providers: dict[str, Measurement] = field(default_factory=dict)
 
@@ -247,6 +248,7 @@ class RowRun:
         dtype = str(self.dtype).removeprefix("torch.")
         odd = self.row in ODD_ROWS
         result = Result(self.row.op, self.row.label, direction, dtype, moved, flops, goal, self.row.near, odd)
+        result.goal_peer = GOAL_PEERS.get(self.row.name, {}).get(direction) if goal else None
         result.providers = {name: Measurement(status) for name, status in self.status.items()}
         return result
 

@@ -178,7 +178,7 @@ def full_tables(results: KernelResults) -> str:
         columns = (
             "shape", "pass", "fuselm ms", "in a CUDA graph", "rate", "of ceiling",
             *(["a copy of as many bytes, ms"] if copies else []), "extra memory", "best peer",
-            "its extra memory", "best peer / fuselm", "goal ms", "others, ms",
+            "its extra memory", "best peer / fuselm", "goal, ms", "others, ms",
         )  # fmt: skip
         lines += [f"### {op}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for row in sorted(rows, key=lambda row: row["odd"]):
@@ -200,7 +200,7 @@ def full_tables(results: KernelResults) -> str:
             else:
                 cells += ["", ""]
             ratio = speed_ratio(row)
-            cells += ["" if ratio is None else f"{ratio:.2f}x", _goal(row, mine), _others(row, best)]
+            cells += ["" if ratio is None else f"{ratio:.2f}x", goal_of(row), _others(row, best)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += [*_odd_sizes(results), *_compiled(results), *_deterministic(results), *_small_chunks(results)]
@@ -223,11 +223,27 @@ def _memory(m: Row) -> str:
     return "" if m["extra_gib"] is None else f"{m['extra_gib']:.2f} GiB"
 
 
-def _goal(row: Row, mine: Row | None) -> str:
-    if row["goal_ms"] is None:
+def goal_of(row: Row) -> str:
+    """Whether the goal is met: in milliseconds, and beside the peer that was best when it was set. "" for no goal."""
+    goal, mine, peer = row["goal_ms"], ours(row), goal_ratio(row)
+    if goal is None:
         return ""
-    met = mine is not None and mine["ms"] is not None and mine["ms"] <= row["goal_ms"]
-    return f"{row['goal_ms']:g} {'met' if met else 'missed'}"
+    text = f"{goal:g} {'met' if mine and mine['ms'] <= goal else 'missed'}"
+    if peer is None:
+        return text
+    name, ratio, asked = peer
+    return f"{text}; {ratio:.3f} of {name} (asked {asked:.3f}) {'met' if ratio <= asked else 'missed'}"
+
+
+def goal_ratio(row: Row) -> tuple[str, float, float] | None:
+    """(the peer that was best when the goal was set, our time over its, what the goal was over its); None without."""
+    if not row.get("goal_peer") or (mine := ours(row)) is None:  # not in older files
+        return None
+    name, then = row["goal_peer"]
+    now = row["providers"].get(name)
+    if not now or now["status"] != "ok" or not now["ms"]:
+        return None
+    return name, mine["ms"] / now["ms"], row["goal_ms"] / then
 
 
 def odd_slowdowns(results: KernelResults) -> dict[str, float]:

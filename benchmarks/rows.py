@@ -2,7 +2,8 @@
 
 The shapes are those of Llama-like models; `odd` rows stand beside a round one (`near`) and should move as many bytes a
 second, or do as many operations, as that. `goal_ms` is what the project wants on an H200, in milliseconds; on another
-card it says nothing.
+card it says nothing. Cards of one kind differ by several percent, so a goal is a ratio as well: to the time of the peer
+that was best when the goal was set (GOAL_PEERS), in the same run.
 """
 
 from __future__ import annotations
@@ -174,6 +175,32 @@ ROWS: tuple[Row, ...] = (
     _documents(16384, 64, 8192, 32, 8, 64),
     _window(1, 16384, 4096, 32, 8, 128),
 )
+# Row -> the best peer in each direction, and its milliseconds in the run on an H200 that the goals were set after.
+GOAL_PEERS: dict[str, dict[str, tuple[str, float]]] = {
+    "rms_norm 16384x4096": {FORWARD: ("Liger", 0.069), BACKWARD: ("QuACK", 0.146)},
+    "rms_norm 32768x2048": {FORWARD: ("QuACK", 0.071), BACKWARD: ("QuACK", 0.189)},
+    "rms_norm 8192x8192": {FORWARD: ("Liger", 0.071), BACKWARD: ("QuACK", 0.148)},
+    "rms_norm 65536x768": {FORWARD: ("QuACK", 0.053), BACKWARD: ("QuACK", 0.186)},
+    "add_rms_norm 16384x4096": {FORWARD: ("QuACK", 0.133), BACKWARD: ("torch.compile", 0.193)},
+    "cross_entropy 8192x128256": {BOTH: ("QuACK", 1.678)},
+    "cross_entropy 16384x50304": {BOTH: ("QuACK", 1.459)},
+    "cross_entropy 16384x32000": {BOTH: ("QuACK", 0.815)},
+    "swiglu 16384x14336": {FORWARD: ("torch.compile", 0.326), BOTH: ("torch.compile", 0.871)},
+    "swiglu 32768x8192": {FORWARD: ("Liger", 0.374), BOTH: ("Liger", 1.013)},
+    "rope 4x4096, 32+8 heads of 128": {FORWARD: ("Liger", 0.087), BOTH: ("Liger", 0.409)},
+    "adamw 1.236e9, all fp32": {STEP: ("torch fused", 14.31)},
+    "adamw 1.236e9, all bf16": {STEP: ("torch fused", 9.25)},
+    "linear_cross_entropy 8192x4096x128256": {BOTH: ("torch.compile", 39.1)},
+    "linear_cross_entropy 16384x2048x128256": {BOTH: ("torch.compile", 42.7)},
+    "linear_cross_entropy 32768x768x50304": {BOTH: ("torch.compile", 16.4)},
+    "attention 4x4096, 32/8 heads of 128": {FORWARD: ("FA4", 0.948), BACKWARD: ("FA4", 2.511)},
+    "attention 2x8192, 32/8 heads of 128": {FORWARD: ("FA4", 1.779), BACKWARD: ("FA4", 4.984)},
+    "attention 1x16384, 32/8 heads of 128": {FORWARD: ("FA4", 3.386), BACKWARD: ("FA4", 9.258)},
+    "attention 16x1024, 32/8 heads of 128": {FORWARD: ("cuDNN (SDPA)", 0.319), BACKWARD: ("FA4", 1.072)},
+    "attention 32x1024, 12/12 heads of 64": {FORWARD: ("cuDNN (SDPA)", 0.157), BACKWARD: ("FA4", 0.407)},
+    "attention 4x4096, 32/8 heads of 64": {FORWARD: ("FA4", 0.593), BACKWARD: ("FA4", 1.592)},
+    "attention 1x16384, 16/16 heads of 64": {FORWARD: ("FA4", 1.042), BACKWARD: ("FA4", 2.617)},
+}
 ODD_ROWS: tuple[Row, ...] = (
     _norm("rms_norm", 16384, 4097, near="16384x4096"),
     _norm("rms_norm", 16384, 5120, near="16384x4096"),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
 LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs a fast host, with room to spare
 CYCLES_A_SECOND = 2e9  # of a GPU at its highest clock
-LONGEST_PAUSE_S = 0.03  # a host that needs longer waits for the GPU in a call, which nothing hides
+LONGEST_PAUSE_S = 0.004  # a host that needs longer waits for the GPU in the call, which nothing hides
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def tensors_of(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-def pause_cycles(calls: int, queued_s: float) -> int:
-    """Clocks that the GPU sleeps while the host queues a round of `calls` calls, which took it `queued_s` seconds once:
-    twice as long, as it may be slower the next time, and no less than for a fast host."""
-    return max(LAUNCH_CYCLES * calls, int(min(2 * queued_s, LONGEST_PAUSE_S) * CYCLES_A_SECOND))
+def pause_cycles(queued_s: float) -> int:
+    """Clocks that the GPU sleeps while the host queues a call, which took it `queued_s` seconds once: twice as long, as
+    it may be slower the next time, and no less than for a fast host."""
+    return max(LAUNCH_CYCLES, int(min(2 * queued_s, LONGEST_PAUSE_S) * CYCLES_A_SECOND))
 
 
 def interleaved(
@@ -83,8 +83,8 @@ def interleaved(
         device: CUDA (events, L2 flushed before each call) or CPU (host clock).
         repeats: timed rounds.
         warmup: untimed rounds before them.
-        hide_launch: let the GPU sleep at the start of a round while the host queues it, so that the host's part of a
-            call is not in the times. How long is seen in one more round, untimed.
+        hide_launch: let the GPU sleep before each call while the host queues it, so that the host's part of a call is
+            not in the times. How long is seen in one more round, untimed.
         resets: provider name -> what puts back what its calls overwrite; runs before each call, untimed.
         before: runs before each call, and before the flush, untimed.
 
@@ -112,31 +112,31 @@ def interleaved(
         return {name: Timing.of(values) for name, values in samples.items()}
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
     events = {name: [] for name in functions}
+    pauses = dict.fromkeys(functions, 0)
 
-    def queue_round() -> None:
-        for name, function in order:
-            resets.get(name, _nothing)()
-            before()
-            flush.zero_()
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            function()
-            pair[1].record()
-            events[name].append(pair)
+    def queue(name: str, function: Callable[[], Any]) -> None:
+        resets.get(name, _nothing)()
+        before()
+        if pauses[name]:
+            torch.cuda._sleep(pauses[name])
+        flush.zero_()
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        function()
+        pair[1].record()
+        events[name].append(pair)
 
-    pause = 0
     if hide_launch:
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        queue_round()
-        pause = pause_cycles(len(functions), time.perf_counter() - started)
-        torch.cuda.synchronize(device)
+        for name, function in order:
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            queue(name, function)
+            pauses[name] = pause_cycles(time.perf_counter() - started)
         events = {name: [] for name in functions}
     for _ in range(repeats):
-        if hide_launch:
-            torch.cuda._sleep(pause)
         shuffled(order)
-        queue_round()
+        for name, function in order:
+            queue(name, function)
     torch.cuda.synchronize(device)
     return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 

@@ -241,9 +241,53 @@ def test_an_op_without_targets_is_refused():
 
 def test_the_pause_outlasts_a_slow_host():
     pause_cycles = importlib.import_module("timing").pause_cycles
-    assert pause_cycles(6, 1e-3) == 7_200_000  # a fast host: 0.6 ms a call
-    assert pause_cycles(6, 5e-3) == 20_000_000  # 10 ms at 2 GHz
-    assert pause_cycles(6, 0.4) == 60_000_000  # a call that waits for the GPU: no pause as long as that
+    assert pause_cycles(1e-4) == 1_200_000  # a fast host: 0.6 ms
+    assert pause_cycles(5e-4) == 2_000_000  # 1 ms at 2 GHz
+    assert pause_cycles(0.1) == 8_000_000  # a call that waits for the GPU: no pause as long as that
+
+
+class _Gpu:
+    """A GPU and its host in model seconds: what is queued begins when both the GPU and the host are there."""
+
+    def __init__(self) -> None:
+        self.host = self.done = 0.0
+        self.cuda = SimpleNamespace(Event=self.event, _sleep=self.sleep, synchronize=self.wait)
+        self.int8 = None
+
+    def work(self, seconds: float, launching: float = 5e-6) -> float:
+        self.host += launching
+        self.done = max(self.done, self.host) + seconds
+        return self.done
+
+    def sleep(self, cycles: int) -> None:
+        self.work(cycles / 2e9)
+
+    def wait(self, _device: Any = None) -> None:
+        self.host = max(self.host, self.done)
+
+    def event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", self.work(0.0))
+        event.elapsed_time = lambda other: (other.at - event.at) * 1e3
+        return event
+
+    def empty(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(zero_=lambda: self.work(1e-4))
+
+
+def test_a_slow_host_is_in_no_time(monkeypatch):
+    """Not of a call that takes it a millisecond, and not of one that follows a call that waits for the GPU."""
+    timing: Any = importlib.import_module("timing")
+    gpu = _Gpu()
+    monkeypatch.setattr(timing, "torch", gpu)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+    functions = {"slow": lambda: gpu.work(1e-5, 1e-3), "waits": lambda: gpu.wait() or gpu.work(2e-5), "long": None}
+    functions["long"] = lambda: gpu.work(0.04)
+    device = SimpleNamespace(type="cuda")
+    hidden = timing.interleaved(functions, device, 9, hide_launch=True)
+    # The time of a call that waits has the 5 microseconds in which its kernel is queued.
+    assert {n: round(t.high_ms, 4) for n, t in hidden.items()} == {"slow": 0.01, "waits": 0.025, "long": 40.0}
+    assert timing.interleaved(functions, device, 9)["slow"].low_ms > 0.8
 
 
 def test_interleaved_calls_in_turn():

@@ -98,6 +98,29 @@ def test_a_copy_of_as_many_bytes_is_a_column_where_it_was_timed():
     assert {line.count("|") for line in text.splitlines() if "64x64 |" in line or "8x8 |" in line} == {14}
 
 
+def test_a_goal_is_a_ratio_too():
+    """To the peer that was best then, whoever is best now; without it, or where it was wrong, milliseconds alone."""
+    times = {"fuselm": _measured(1.02), "Liger": _measured(1.1), "QuACK": _measured(1.05)}
+    goal = {"goal_ms": 1.0, "goal_peer": ["Liger", 1.0625]}
+    assert tables.goal_of(_row("norm", "8x8", times, **goal)) == "1 missed; 0.927 of Liger (asked 0.941) met"
+    slower = times | {"fuselm": _measured(1.05)}
+    assert tables.goal_of(_row("norm", "8x8", slower, **goal)) == "1 missed; 0.955 of Liger (asked 0.941) missed"
+    for other in (_measured(1.1, "wrong: output 0"), _measured(None, "failed: x")):
+        assert tables.goal_of(_row("norm", "8x8", times | {"Liger": other}, **goal)) == "1 missed"
+    assert tables.goal_of(_row("norm", "8x8", times, goal_ms=1.02)) == "1.02 met"
+    assert tables.goal_of(_row("norm", "8x8", {"fuselm": _measured(None, "failed: x")}, **goal)) == "1 missed"
+    assert tables.goal_of(_row("norm", "8x8", times)) == ""
+
+
+def test_every_goal_has_its_peer():
+    rows: Any = importlib.import_module("rows")
+    goals = {row.name: set(row.goal_ms) for row in rows.ROWS if row.goal_ms}
+    assert goals.pop("adamw 1.236e9, bf16, fp32 master and moments") == {rows.STEP}  # torch has no such optimizer
+    assert {name: set(peers) for name, peers in rows.GOAL_PEERS.items()} == goals
+    ratios = [row.goal_ms[d] / rows.GOAL_PEERS[row.name][d][1] for row in rows.ROWS for d in goals.get(row.name, ())]
+    assert len(ratios) == 38 and all(0.4 < ratio <= 1.01 for ratio in ratios)
+
+
 def test_variants_of_ours_have_tables_of_their_own():
     providers = {
         "fuselm": _measured(1.0, graph_ms=0.8),
