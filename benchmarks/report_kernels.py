@@ -13,6 +13,7 @@ from peers.base import DETERMINISTIC, OURS, is_ours
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]
+PEER_DIFFERS = 0.1  # of its time when a goal was set
 
 
 @dataclass
@@ -236,12 +237,16 @@ def goal_of(row: Row) -> str:
 
 
 def goal_ratio(row: Row) -> tuple[str, float, float] | None:
-    """(the peer that was best when the goal was set, our time over its, what the goal was over its); None without."""
+    """(the peer that was best when the goal was set, our time over its, what the goal was over its); None without, or
+    where it is more than a tenth faster or slower than then, which is more than cards of one kind differ by: its time
+    then held what launching took, or it has changed."""
     if not row.get("goal_peer") or (mine := ours(row)) is None:  # not in older files
         return None
     name, then = row["goal_peer"]
     now = row["providers"].get(name)
     if not now or now["status"] != "ok" or not now["ms"]:
+        return None
+    if abs(now["ms"] / then - 1) > PEER_DIFFERS:
         return None
     return name, mine["ms"] / now["ms"], row["goal_ms"] / then
 
