@@ -107,12 +107,8 @@ def test_a_goal_is_a_ratio_too():
     assert tables.goal_of(_row("norm", "8x8", slower, **goal)) == "1 missed; 0.955 of Liger (asked 0.941) missed"
     for other in (_measured(1.1, "wrong: output 0"), _measured(None, "failed: x")):
         assert tables.goal_of(_row("norm", "8x8", times | {"Liger": other}, **goal)) == "1 missed"
-    for ms, said in (
-        (0.9564, "1 missed; 1.067 of Liger (asked 0.941) missed"),
-        (0.9555, "1 missed"),
-        (1.17, "1 missed"),
-    ):
-        assert tables.goal_of(_row("norm", "8x8", times | {"Liger": _measured(ms)}, **goal)) == said
+    for ms, said in ((0.96, "; 1.062 of Liger (asked 0.941) missed"), (0.955, ""), (1.17, "")):  # a tenth off or more
+        assert tables.goal_of(_row("norm", "8x8", times | {"Liger": _measured(ms)}, **goal)) == f"1 missed{said}"
     assert tables.goal_of(_row("norm", "8x8", times, goal_ms=1.02)) == "1.02 met"
     assert tables.goal_of(_row("norm", "8x8", {"fuselm": _measured(None, "failed: x")}, **goal)) == "1 missed"
     assert tables.goal_of(_row("norm", "8x8", times)) == ""
