@@ -25,6 +25,7 @@ LARGEST_COPY = 2**30  # bytes, read plus written: a larger one runs at the ceili
 ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
 LOADED_ABOVE_MS = 5.0  # products that take longer on average start from the same load, which decides the card's clock
+LOADED_ROUNDS = 21  # at least: with eleven the ratio to a peer differed by 4 % from run to run
 # Ops whose kernels, ours and some that torch.compile makes, tell L2 to keep what they read. Part of that outlives the
 # flush before the next provider's call.
 KEEPS_IN_L2 = ("rms_norm", "add_rms_norm", "rope", "swiglu")
@@ -273,9 +274,10 @@ class RowRun:
             total += ms
             if ms < GRAPH_BELOW_MS:
                 short[name] = upstream
-        result.rounds = max(min(self.rounds, int(ROUNDS_MS / max(total, 1e-3))), MIN_ROUNDS)
-        long = result.flops and total > LOADED_ABOVE_MS * len(functions)
-        self._time(result, functions, {"before": load_of(self.device)} if long else {})
+        loaded = result.flops > 0 and total > LOADED_ABOVE_MS * len(functions)
+        least = LOADED_ROUNDS if loaded else MIN_ROUNDS
+        result.rounds = max(min(self.rounds, int(ROUNDS_MS / max(total, 1e-3))), least)
+        self._time(result, functions, {"before": load_of(self.device)} if loaded else {})
         if self.device.type == "cuda":
             functions.clear()
             self._time_graphs(result, direction, short)

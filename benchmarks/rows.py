@@ -87,7 +87,7 @@ def _rope(batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, *g
 
 def _attention(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, *goals: float, near: str = "") -> Row:
     case = {"batch": batch, "lengths": (length, length), "heads": (heads, kv_heads), "head_dim": head_dim}
-    directions = (FORWARD, BACKWARD)
+    directions = (FORWARD, BACKWARD, BOTH)
     return Row(
         "attention",
         f"{batch}x{length}, {heads}/{kv_heads} heads of {head_dim}",
@@ -116,7 +116,7 @@ def _documents(tokens: int, shortest: int, longest: int, heads: int, kv_heads: i
         "head_dim": head_dim,
     }
     label = f"{tokens} in {len(lengths)} documents, {heads}/{kv_heads} heads of {head_dim}"
-    return Row("attention", label, case, (FORWARD, BACKWARD))
+    return Row("attention", label, case, (FORWARD, BACKWARD, BOTH))
 
 
 def _window(batch: int, length: int, window: int, heads: int, kv_heads: int, head_dim: int) -> Row:
@@ -129,7 +129,7 @@ def _window(batch: int, length: int, window: int, heads: int, kv_heads: int, hea
         "head_dim": head_dim,
     }
     label = f"{batch}x{length}, window {window}, {heads}/{kv_heads} heads of {head_dim}"
-    return Row("attention", label, case, (FORWARD, BACKWARD))
+    return Row("attention", label, case, (FORWARD, BACKWARD, BOTH))
 
 
 def _llama_shapes(layers: int, dim: int, kv_dim: int, ffn: int, vocab: int) -> tuple[tuple[int, ...], ...]:
