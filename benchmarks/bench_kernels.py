@@ -73,7 +73,7 @@ def test_kernel(benchmark, row: Row, direction: str, provider: str) -> None:
         pytest.skip(measurement.status)
     assert measurement.status == "ok", measurement.status
     call = run.calls[provider]
-    function = function_of(call, direction, call.upstream(run.upstream))
+    function = function_of(call, direction, call.upstream(run.given(provider)[1]))
     benchmark.group = f"{row.name} {direction}"
     benchmark.extra_info |= dataclasses.asdict(measurement) | _surroundings()[1]
     setup = None if call.reset is None else call.reset

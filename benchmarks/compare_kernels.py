@@ -71,7 +71,7 @@ class Arguments:
     rounds: int = 50
     """Timed rounds at most; rows of long calls get fewer."""
 
-    budget_s: float = 240.0
+    budget_s: float = 300.0
     """Seconds after which no further row is begun; what was left out is printed and in the file."""
 
     jobs: int = 0

@@ -22,10 +22,10 @@ GOAL_CARD = "H200"  # the card that the rows' goals are for
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
 COPY = "copy"  # of as many bytes, among the providers that are timed in turn
 LARGEST_COPY = 2**30  # bytes, read plus written: a larger one runs at the ceiling
-ROUNDS_MS = 500.0  # time that the rounds of one row and direction may take together
+ROUNDS_MS = 500.0  # time that the calls of one row and direction may take together, beyond the fewest rounds
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
-LOADED_ABOVE_MS = 5.0  # products that take longer on average start from the same load, which decides the card's clock
-LOADED_ROUNDS = 21  # at least: with eleven the ratio to a peer differed by 4 % from run to run
+LOADED_OPERATIONS = 2.5e12  # rows with more start each call from the same load, which decides the card's clock
+LOADED_ROUNDS = 21  # at least: with eleven the ratio to a peer differed by up to 6 % from run to run
 # Ops whose kernels, ours and some that torch.compile makes, tell L2 to keep what they read. Part of that outlives the
 # flush before the next provider's call.
 KEEPS_IN_L2 = ("rms_norm", "add_rms_norm", "rope", "swiglu")
@@ -202,7 +202,7 @@ class RowRun:
         self._took("timing", started)
         return results
 
-    def _given(self, name: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def given(self, name: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """A provider's inputs and the gradients of its outputs."""
         if self.row.op not in KEEPS_IN_L2:
             return self.inputs, self.upstream
@@ -222,7 +222,7 @@ class RowRun:
         try:
             # A step changes the parameters: what the next one should give is known only now.
             wanted = expect(self.row, self.inputs, self.upstream) if expected is None else expected
-            inputs, upstream = self._given(name)
+            inputs, upstream = self.given(name)
             call = maker(inputs)
             results = run_call(call, upstream)
         except NotOfferedError as error:
@@ -231,6 +231,9 @@ class RowRun:
         except Exception as error:
             self.status[name] = f"failed: {describe(error)}"
             return
+        finally:
+            if name in self.status:
+                self.own.pop(name, None)  # its memory is for the others
         try:
             (check_ours if is_ours(name) else check_peer)(results, wanted, self.dtype)
             self.status[name] = "ok"
@@ -264,7 +267,7 @@ class RowRun:
                 measurement.status = "not timed: its backward pass overwrites what a second one needs"
                 continue
             try:
-                upstream = call.upstream(self._given(name)[1])
+                upstream = call.upstream(self.given(name)[1])
                 function = function_of(call, direction, upstream)
                 ms, measurement.extra_gib = _once(call, function, self.device)
             except Exception as error:
@@ -274,10 +277,9 @@ class RowRun:
             total += ms
             if ms < GRAPH_BELOW_MS:
                 short[name] = upstream
-        loaded = result.flops > 0 and total > LOADED_ABOVE_MS * len(functions)
-        least = LOADED_ROUNDS if loaded else MIN_ROUNDS
+        least = LOADED_ROUNDS if result.flops > LOADED_OPERATIONS else MIN_ROUNDS
         result.rounds = max(min(self.rounds, int(ROUNDS_MS / max(total, 1e-3))), least)
-        self._time(result, functions, {"before": load_of(self.device)} if loaded else {})
+        self._time(result, functions)
         if self.device.type == "cuda":
             functions.clear()
             self._time_graphs(result, direction, short)
@@ -286,19 +288,25 @@ class RowRun:
     def _resets(self, names: Any) -> dict[str, Callable[[], None]]:
         return {n: self.calls[n].reset for n in names if n in self.calls and self.calls[n].reset is not None}
 
-    def _time(
-        self, result: Result, functions: dict[str, Callable[[], Any]], options: dict[str, Callable[[], Any]]
-    ) -> None:
+    def _copy(self, result: Result) -> dict[str, Callable[[], Any]]:
+        """A copy that moves as many bytes as a row that memory bounds; none where there is no room for it."""
+        if result.flops or result.bytes > LARGEST_COPY:
+            return {}
         try:
-            if not result.flops and result.bytes <= LARGEST_COPY:
-                # No random numbers: a peer's capture that failed leaves PyTorch's generator unusable.
-                source = torch.arange(-(-result.bytes // 8), dtype=torch.int32, device=self.device)
-                functions = functions | {COPY: partial(torch.empty_like(source).copy_, source)}
+            # No random numbers: a peer's capture that failed leaves PyTorch's generator unusable.
+            source = torch.arange(-(-result.bytes // 8), dtype=torch.int32, device=self.device)
+            return {COPY: partial(torch.empty_like(source).copy_, source)}
+        except torch.OutOfMemoryError:
+            return {}
+
+    def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
+        functions = functions | self._copy(result)
+        options: dict[str, Any] = {"resets": self._resets(functions), "warmup": 1}
+        try:
+            if result.flops > LOADED_OPERATIONS:
+                options["before"] = load_of(self.device, self.ceilings.matmul)
             # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
-            resets = self._resets(functions)
-            timings = interleaved(
-                functions, self.device, result.rounds, hide_launch=True, resets=resets, warmup=1, **options
-            )
+            timings = interleaved(functions, self.device, result.rounds, hide_launch=True, **options)
         except Exception as error:  # all ran alone a moment ago; which one it was cannot be told
             for name in functions.keys() - {COPY}:
                 result.providers[name].status = f"failed: while timed in turn, {describe(error)}"

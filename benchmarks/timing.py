@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
 LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs a fast host, with room to spare
 CYCLES_A_SECOND = 2e9  # of a GPU at its highest clock
-LONGEST_PAUSE_S = 0.004  # a host that needs longer waits for the GPU in the call, which nothing hides
+LONGEST_PAUSE_S = 0.004  # a host that needs longer mostly waits for the GPU in the call, which nothing hides
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,21 @@ def interleaved(
     return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 
 
-def load_of(device: torch.device, seconds: float = 0.025) -> Callable[[], Any]:
-    """A call that keeps a GPU multiplying for about so long, as most of a training step does. A card at its power limit
-    lowers its clock: what ran before a long call then decides how fast that one is."""
+def load_of(device: torch.device, rate: float, seconds: float = 0.025) -> Callable[[], Any]:
+    """A call that keeps a GPU multiplying for about so long, as most of a training step does; nothing on a CPU. A card
+    at its power limit lowers its clock: what ran before a long call then decides how fast that one is.
+
+    Args:
+        device: where.
+        rate: its operations a second (`matmul_rate`).
+        seconds: for how long.
+    """
     if device.type != "cuda":
         return _nothing
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
     out = torch.empty_like(a)
-    times = max(round(seconds / (2 * 8192**3 / 7e14)), 1)
+    times = max(round(seconds * rate / (2 * 8192**3)), 1)
 
     def multiply() -> None:
         for _ in range(times):

@@ -61,8 +61,8 @@ def test_the_command_line_writes_every_row(monkeypatch, tmp_path, capsys):
 def test_long_products_start_from_the_same_load(op, monkeypatch):
     """Before every call that is timed, of every provider; not where memory is what counts."""
     loads, calls = [], []
-    monkeypatch.setattr(measure, "LOADED_ABOVE_MS", 0.0)
-    monkeypatch.setattr(measure, "load_of", lambda device: lambda: loads.append(len(calls)))
+    monkeypatch.setattr(measure, "LOADED_OPERATIONS", 1)
+    monkeypatch.setattr(measure, "load_of", lambda device, rate: lambda: loads.append(len(calls)))
     function = rows.SPEC_OF[op].plain
 
     def make(inputs: dict[str, Any]) -> Any:
@@ -72,6 +72,33 @@ def test_long_products_start_from_the_same_load(op, monkeypatch):
     assert all(measured.status == "ok" for measured in result.providers.values())
     assert loads == ([] if op == "rms_norm" else list(range(len(calls) - 2 * result.rounds, len(calls))))
     assert (result.copy_ms is None) == (op == "linear_cross_entropy")
+
+
+def test_a_round_size_and_the_odd_one_beside_it_are_loaded_alike():
+    """Which ones are does not hang on times, and no row is near the border."""
+    operations = {
+        (r.name, d): rows.work(r, torch.bfloat16, d)[1] for r in (*rows.ROWS, *rows.ODD_ROWS) for d in r.directions
+    }
+    loaded = {key for key, flops in operations.items() if flops > measure.LOADED_OPERATIONS}
+    assert {row.name for row in rows.ROWS if row.op == "linear_cross_entropy"} <= {name for name, _ in loaded}
+    for row in rows.ODD_ROWS:
+        if row.near:
+            assert all(((row.name, d) in loaded) == ((f"{row.op} {row.near}", d) in loaded) for d in row.directions)
+    assert all(abs(flops / measure.LOADED_OPERATIONS - 1) > 0.03 for flops in operations.values())
+
+
+def test_without_memory_for_it_the_load_or_the_copy_costs_no_other_row(monkeypatch):
+    def none(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(measure, "load_of", none)
+    monkeypatch.setattr(measure, "LOADED_OPERATIONS", 1)
+    monkeypatch.setattr(measure.torch, "empty_like", none)
+    for op, status in (("linear_cross_entropy", "failed: while timed in turn"), ("rms_norm", "ok")):
+        function = rows.SPEC_OF[op].plain
+        makers = {"eager": lambda inputs, f=function: base.Call(lambda: f(**inputs), base.leaves_of(inputs))}
+        (result, *_) = _run(TINY[op], makers).values()
+        assert result.providers["eager"].status.startswith(status) and result.copy_ms is None
 
 
 def test_what_there_was_no_time_for_is_left_out_by_name(monkeypatch, tmp_path):
