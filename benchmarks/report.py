@@ -1,14 +1,17 @@
-"""Result files -> tables and pictures of the README and docs/performance.md.
+"""Result files -> tables and pictures; those of the README and docs/performance.md with --publish.
 
-    python benchmarks/report.py benchmarks/results/step_124m.json [...] --output benchmarks/results
-    python benchmarks/report.py benchmarks/results/kernels.json [...] --output benchmarks/results
+    python benchmarks/report.py step_124m.json [...]
+    python benchmarks/report.py kernels.json [...]
+    python benchmarks/report.py benchmarks/results/kernels.json [...] --publish
     python benchmarks/report.py --compare old.json new.json
 
-Of bench_step.py's files with peers it makes OUTPUT/steps.md (tok/s, MFU, memory, loss difference) and OUTPUT/steps.png
-(loss curves and speed), of those without steps_own.md and steps_own.png; of compare_kernels.py's OUTPUT/kernels.md (the
-summary), OUTPUT/kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. It prints
-the tables and puts them into the pages, each between its two markers. --compare takes two files of compare_kernels.py
-and exits with 1 if a row of the new one is slower, takes more memory or fails: the regression gate.
+Of bench_step.py's files with peers it makes steps.md (tok/s, MFU, memory, loss difference) and steps.png (loss curves
+and speed), of those without steps_own.md and steps_own.png; of compare_kernels.py's kernels.md (the summary),
+kernels_full.md and the pictures kernels, kernels_time and kernels_roofline as PNG and SVG. They lie beside the last
+result file, and the table of steps or the summary is printed. --publish, for results of a GPU, puts them into
+benchmarks/results and the tables into README.md and docs/performance.md, each between its two markers. --compare takes
+two files of compare_kernels.py and exits with 1 if a row of the new one is slower, takes more memory or fails: the
+regression gate.
 """
 
 from __future__ import annotations
@@ -38,6 +41,17 @@ STYLES = {"torchtitan": "--", "hf+liger": "-.", "hf+compile": ":", "hf": (0, (1,
 MARKERS = ("<!-- steps -->", "<!-- /steps -->")
 KERNEL_MARKERS = ("<!-- kernels -->", "<!-- /kernels -->")
 NAMES = {"triton": "kernels=triton", "eager": "kernels=eager"}
+ROOT = Path(__file__).resolve().parents[1]
+README, PERFORMANCE, PUBLISHED = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+EXPECTED = "expected a result file of compare_kernels.py or bench_step.py"
+# What the report reads of a file: its parts, those of its environment, and those of each entry of its lists.
+KERNEL_KEYS = ("environment", "peers", "missing", "shows_gpu", "ceilings", "left_out", "rows")
+KERNEL_ENTRIES = {"rows": ("op", "label", "direction", "bytes", "flops", "odd", "near", "goal_ms", "providers")}
+STEP_KEYS = ("environment", "preset", "steps", "note", "largest_loss_difference_after_step_10", "runs")
+STEP_ENTRIES = {
+    "runs": ("kernels", "gpus", "losses", "tokens_per_second", "mfu", "memory_gib", "recompilations_after_step_2"),
+    "comparison": ("provider", "ours", "again", "gpus", "status"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +61,11 @@ class Arguments:
     results: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """step_*.json files of bench_step.py, files of compare_kernels.py; of a row in several of them the last counts."""
 
-    output: Path = Path("benchmarks/results")
-    """Folder for the tables and pictures."""
+    output: Path | None = None
+    """Folder for the tables and pictures; that of the last result file by default."""
 
-    readme: Path | None = Path("README.md")
-    """Page for the table of steps beside peers and the kernels' summary; None for no page."""
-
-    performance: Path | None = Path("docs/performance.md")
-    """Page for the table of our own steps and all kernel tables; None for no page."""
+    publish: bool = False
+    """Write them into benchmarks/results and the tables into README.md and docs/performance.md."""
 
     compare: tuple[Path, Path] | None = None
     """An old and a new file of compare_kernels.py."""
@@ -260,45 +271,100 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def _put(page: Path | None, table: str, markers: tuple[str, str]) -> list[Path]:
-    if page is None:
-        return []
+def _absent(part: Any, keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if not isinstance(part, dict) or key not in part]
+
+
+def problem_of(facts: Any) -> str:
+    """What keeps `facts` from being a result of one of the two programs; "" for nothing."""
+    steps = isinstance(facts, dict) and "runs" in facts
+    if absent := _absent(facts, STEP_KEYS if steps else KERNEL_KEYS):
+        return f"it lacks {', '.join(absent)}"
+    if absent := _absent(facts["environment"], ("card", "commit", *(("torch", "triton") if steps else ()))):
+        return f"its environment lacks {', '.join(absent)}"
+    entries = STEP_ENTRIES if steps else KERNEL_ENTRIES
+    for name, keys in entries.items():
+        for number, entry in enumerate(facts.get(name) or []):
+            if absent := _absent(entry, keys):
+                return f"{name}[{number}] lacks {', '.join(absent)}"
+    if not any(facts.get(name) for name in entries):
+        return f"it has no {' or '.join(entries)}"
+    return ""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The result in a file; ends the program where it is none."""
     try:
-        page.write_text(replace_table(page.read_text(), table, markers))
+        facts = json.loads(path.read_text())
+    except OSError as error:
+        raise SystemExit(f"error: {path}: {error.strerror}; {EXPECTED}") from error
     except ValueError as error:
-        raise SystemExit(f"error: {page}: {error}; add the two lines, or pass None for the page") from error
-    return [page]
+        raise SystemExit(f"error: {path}: not JSON ({error}); {EXPECTED}") from error
+    if problem := problem_of(facts):
+        raise SystemExit(f"error: {path}: {problem}; {EXPECTED}")
+    return facts
 
 
-def report_steps(results: list[dict[str, Any]], arguments: Arguments) -> list[Path]:
+def read_kernels(path: Path) -> KernelResults:
+    """The rows in a file of compare_kernels.py; ends the program where it is none."""
+    facts = read(path)
+    if "runs" in facts:
+        raise SystemExit(f"error: {path}: a result of bench_step.py; expected one of compare_kernels.py")
+    return merged([facts])
+
+
+def why_not_published(facts: dict[str, Any]) -> str:
+    """Why a result shows nothing about GPUs; "" for one that does."""
+    card = facts["environment"]["card"]
+    if card.startswith("CPU"):
+        return f"it was measured without a GPU, on a {card}"
+    return "" if facts.get("shows_gpu", True) else "it was measured on small shapes (shows_gpu is false)"
+
+
+def _page(page: Path, table: str, markers: tuple[str, str]) -> str:
+    try:
+        return replace_table(page.read_text(), table, markers)
+    except ValueError as error:
+        raise SystemExit(f"error: {page}: {error}; add the two lines") from error
+
+
+def report_steps(results: list[dict[str, Any]], folder: Path, publish: bool) -> list[Path]:
     """Tables and pictures of whole steps: beside peers for the README, ours alone for the performance page; gives what
     was written."""
     written: list[Path] = []
     for name, page, group in (
-        ("steps", arguments.readme, [result for result in results if result.get("comparison")]),
-        ("steps_own", arguments.performance, [result for result in results if not result.get("comparison")]),
+        ("steps", README, [result for result in results if result.get("comparison")]),
+        ("steps_own", PERFORMANCE, [result for result in results if not result.get("comparison")]),
     ):
         if not group:
             continue
-        table, paths = markdown(group), [arguments.output / f"{name}.md", arguments.output / f"{name}.png"]
-        paths[0].write_text(table)
-        picture(group, paths[1])
-        print(table)
-        written += paths + _put(page, table, MARKERS)
+        texts = {folder / f"{name}.md": markdown(group)}
+        print(texts[folder / f"{name}.md"])
+        if publish:
+            texts[page] = _page(page, markdown(group), MARKERS)
+        written += _write(texts)
+        picture(group, folder / f"{name}.png")
+        written.append(folder / f"{name}.png")
     return written
 
 
-def report_kernels(results: KernelResults, arguments: Arguments) -> list[Path]:
+def report_kernels(results: KernelResults, folder: Path, publish: bool) -> list[Path]:
     """Tables and pictures of kernels; gives what was written."""
     summary, full = summary_table(results), full_tables(results)
-    paths = [arguments.output / "kernels.md", arguments.output / "kernels_full.md"]
-    for path, table in zip(paths, (summary, full), strict=True):
-        path.write_text(table)
-        print(table)
+    texts = {folder / "kernels.md": summary, folder / "kernels_full.md": full}
+    print(summary)
+    if publish:
+        texts |= {page: _page(page, table, KERNEL_MARKERS) for page, table in ((README, summary), (PERFORMANCE, full))}
+    written = _write(texts)
     for draw in (relative_times, roofline_shares, times_by_size):
-        paths += draw(results, arguments.output)
-    paths += _put(arguments.readme, summary, KERNEL_MARKERS)
-    return paths + _put(arguments.performance, full, KERNEL_MARKERS)
+        written += draw(results, folder)
+    return written
+
+
+def _write(texts: dict[Path, str]) -> list[Path]:
+    for path, text in texts.items():
+        path.write_text(text)
+    return list(texts)
 
 
 def gate(old: KernelResults, new: KernelResults, tolerance: float) -> int:
@@ -317,17 +383,24 @@ def main() -> int:
     """Reads the results, writes and prints the report, or compares."""
     arguments = tyro.cli(Arguments)
     if arguments.compare is not None:
-        old, new = (merged([json.loads(path.read_text())]) for path in arguments.compare)
+        old, new = (read_kernels(path) for path in arguments.compare)
         return gate(old, new, arguments.tolerance)
-    facts = [json.loads(path.read_text()) for path in arguments.results]
-    if not facts:
+    if not arguments.results:
         raise SystemExit("error: no result files: name some, or two after --compare")
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.publish and arguments.output is not None:
+        raise SystemExit("error: --publish writes into benchmarks/results: leave --output out")
+    facts = [read(path) for path in arguments.results]
+    if arguments.publish:
+        for path, result in zip(arguments.results, facts, strict=True):
+            if why := why_not_published(result):
+                raise SystemExit(f"error: {path}: {why}; --publish takes figures of a GPU at full size only")
+    folder = PUBLISHED if arguments.publish else arguments.output or arguments.results[-1].parent
+    folder.mkdir(parents=True, exist_ok=True)
     written = []
     if steps := [f for f in facts if "runs" in f]:
-        written += report_steps(steps, arguments)
+        written += report_steps(steps, folder, arguments.publish)
     if kernels := [f for f in facts if "runs" not in f]:
-        written += report_kernels(merged(kernels), arguments)
+        written += report_kernels(merged(kernels), folder, arguments.publish)
     for path in written:
         print(f"wrote {path}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from peers.base import DETERMINISTIC, OURS, is_ours
 Row = dict[str, Any]
 Key = tuple[str, str, str]
 PEER_DIFFERS = 0.1  # of its time when a goal was set
+NAMED_ROWS = 5  # rows behind that a sentence names; the rest it counts
+CELL = 60  # characters of a status in a table
+NOT_TIMED = "not timed: "
 
 
 @dataclass
@@ -97,8 +101,8 @@ def _named(row: Row) -> str:
 
 
 def summary_table(results: KernelResults) -> str:
-    """A line a kernel over its round sizes: how often it is ahead, on average and at worst. Ends with where it was
-    measured."""
+    """A line a kernel over its round sizes: how often it is ahead, on average and at worst. Then what the other sizes
+    come to, and where it was measured."""
     lines = [
         "| kernel | rows | speed against the best peer of each row, geometric mean | worst row | rows behind |",
         "|---|---|---|---|---|",
@@ -120,7 +124,35 @@ def summary_table(results: KernelResults) -> str:
             f"{ratios[worst]:.2f}x, {worst}, {best_peer(row)} | {behind}{', ' if failed else ''}"
             f"{_count(failed, 'failed') if failed else ''} |"
         )
-    return "\n".join([*lines, "", *sources(results)]) + "\n"
+    return "\n".join([*lines, "", other_sizes(results), "", *sources(results)]) + "\n"
+
+
+def other_sizes(results: KernelResults) -> str:
+    """What the summary leaves out: how many rows are not of round sizes, and which of them are behind or failed."""
+    rows = [row for row in results.rows.values() if row["odd"]]
+    if not rows:
+        return "Round sizes only; no other sizes were measured."
+    ratios = {f"{row['op']} {_named(row)}": ratio for row in rows if (ratio := speed_ratio(row)) is not None}
+    behind = [f"{name} ({_below_one(ratios[name])})" for name in sorted(ratios, key=ratios.__getitem__)]
+    behind = behind[: sum(ratio < 1 for ratio in ratios.values())]
+    failed = [f"{row['op']} {_named(row)}" for row in rows if ours(row) is None]
+    kind = "(off block borders, one row)"
+    start = f"Of the {len(rows)} rows of other sizes {kind}" if len(rows) > 1 else f"The one row of another size {kind}"
+    said = [_verdict(behind, "behind", len(rows)), *([_verdict(failed, "failed", len(rows))] if failed else [])]
+    return f"Round sizes only. {start} {'; '.join(said)}."
+
+
+def _verdict(names: list[str], word: str, rows: int) -> str:
+    """Such as 3 are behind: a, b, c; of a single row no number, as the sentence begins with it."""
+    verb = word if word == "failed" else f"{'is' if len(names) < 2 else 'are'} {word}"
+    if rows == 1:
+        return verb if names else verb.replace("is ", "is not ")
+    more = f" and {len(names) - NAMED_ROWS} more" if len(names) > NAMED_ROWS else ""
+    return f"{len(names)} {verb}: {', '.join(names[:NAMED_ROWS])}{more}" if names else f"none {verb}"
+
+
+def _below_one(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 0.995 else f"{ratio:.4f}x"  # or it would read as 1.00
 
 
 def _count(names: list[str], word: str) -> str:
@@ -142,11 +174,11 @@ def sources(results: KernelResults) -> list[str]:
     return seen
 
 
-def _others(row: Row, best: str | None) -> str:
-    """Everyone else: times, then what failed, in the same words as in the file."""
+def _others(row: Row, best: str | None, noted: set[tuple[str, str]]) -> str:
+    """Everyone else: times, then what failed, in short; without those that the note under the table has."""
     cells = []
     for name, m in row["providers"].items():
-        if name in (OURS, best):
+        if name in (OURS, best) or (name, m["status"]) in noted:
             continue
         time = f" {milliseconds(m['ms'])}" if m["ms"] else ""
         state = "" if m["status"] == "ok" else f" ({_short(m['status'])})"
@@ -154,15 +186,43 @@ def _others(row: Row, best: str | None) -> str:
     return "; ".join(cells)
 
 
+def _not_timed(rows: list[Row]) -> dict[tuple[str, str], int]:
+    """(provider, status) -> in how many rows it was not timed for that reason, where these are several."""
+    pairs = [(name, m["status"]) for row in rows for name, m in row["providers"].items() if name != OURS]
+    return {pair: n for pair, n in Counter(pairs).items() if n > 1 and pair[1].startswith(NOT_TIMED)}
+
+
+def _not_timed_note(noted: dict[tuple[str, str], int], rows: int) -> list[str]:
+    if not noted:
+        return []
+    said = (
+        f"{name} in {'all' if n == rows else f'{n} of the {rows}'} rows ({_short(status.removeprefix(NOT_TIMED), 200)})"
+        for (name, status), n in noted.items()
+    )
+    return ["", f"Not timed: {', '.join(said)}."]
+
+
 def plain(text: str) -> str:
     """Text without the colours that some compilers give their messages, also where one was cut off."""
     return re.sub(r"\x1b(\[[0-9;]*[A-Za-z]?)?", "", text)
 
 
-def _short(status: str) -> str:
-    """A status as one table cell: no colours, no column borders, not longer than a line."""
+def _short(status: str, longest: int = CELL) -> str:
+    """A status as a part of a line: no colours, no column borders, an object by its type's name and not by its repr, no
+    addresses, and cut at a word where it is longer than `longest`."""
     text = plain(status).replace("|", "/")
-    return text if len(text) <= 120 else text[:117] + "..."
+    shorter = ""
+    while shorter != text:  # a repr in a repr
+        shorter, text = text, re.sub(r"(?<!\w)<([A-Za-z_][\w.]*)[^<>]*>", r"\1", text)
+    text = re.sub(r"(?<!\w)<([A-Za-z_][\w.]*) [^<>]*$", r"\1", text)  # the message was cut off within it
+    text = re.sub(r"( at)? ?\b0x[0-9a-fA-F]{6,}\b", "", text)
+    text = re.sub(r"\berror\[\w+\]: ", "", text)  # a compiler's class of errors
+    if len(text) <= longest:
+        return text
+    text = text[: longest - 2].rpartition(" ")[0] or text[: longest - 3]
+    if text.count("(") > text.count(")"):
+        text = text.rpartition("(")[0]
+    return text.rstrip(" ,;:.(") + "..."
 
 
 def _rate(row: Row, m: Row) -> str:
@@ -182,6 +242,7 @@ def full_tables(results: KernelResults) -> str:
             "its extra memory", "best peer / fuselm", "goal, ms", "others, ms",
         )  # fmt: skip
         lines += [f"### {op}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        noted = _not_timed(rows)
         for row in sorted(rows, key=lambda row: row["odd"]):
             best = best_peer(row)
             mine = row["providers"].get(OURS)
@@ -201,12 +262,12 @@ def full_tables(results: KernelResults) -> str:
             else:
                 cells += ["", ""]
             ratio = speed_ratio(row)
-            cells += ["" if ratio is None else f"{ratio:.2f}x", goal_of(row), _others(row, best)]
+            cells += ["" if ratio is None else f"{ratio:.2f}x", goal_of(row), _others(row, best, set(noted))]
             lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+        lines += [*_not_timed_note(noted, len(rows)), ""]
     lines += [*_odd_sizes(results), *_compiled(results), *_deterministic(results), *_small_chunks(results)]
     if results.missing:
-        reasons = "; ".join(f"{name} ({_short(reason)})" for name, reason in results.missing.items())
+        reasons = "; ".join(f"{name} ({_short(reason, 120)})" for name, reason in results.missing.items())
         lines += [f"Not compared: {reasons}.", ""]
     if results.left_out:
         lines += [f"Left out, no time: {'; '.join(results.left_out)}.", ""]

@@ -192,28 +192,205 @@ def test_the_gate_takes_out_what_the_card_did_to_everyone():
     assert change.worse and "1.000 -> 1.231 ms (measured 1.600, peers x1.300)" in change.text
 
 
-def test_the_pages_and_pictures_are_written(tmp_path, monkeypatch, capsys):
-    results = tmp_path / "kernels.json"
-    results.write_text(json.dumps(FACTS))
-    page = tmp_path / "page.md"
-    page.write_text("# Speed\n\n<!-- kernels -->\nold\n<!-- /kernels -->\nafter\n")
-    other = tmp_path / "other.md"
-    other.write_text(page.read_text())
-    command = ["report.py", str(results), "--output", str(tmp_path), "--readme", str(page), "--performance", str(other)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert report.main() == 0
-    summary = (tmp_path / "kernels.md").read_text()
-    assert page.read_text() == f"# Speed\n\n<!-- kernels -->\n{summary}<!-- /kernels -->\nafter\n"
-    assert "### Sizes off the block borders" in other.read_text()
+def _report(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+    return report.main()
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """A README, a performance page and a folder of published results in the place of the repository's."""
+    text = "# Speed\n\n<!-- steps -->\nold\n<!-- /steps -->\n<!-- kernels -->\nold\n<!-- /kernels -->\nafter\n"
+    for name in ("README", "PERFORMANCE"):
+        monkeypatch.setattr(report, name, tmp_path / f"{name}.md")
+        (tmp_path / f"{name}.md").write_text(text)
+    monkeypatch.setattr(report, "PUBLISHED", tmp_path / "published")
+    return tmp_path
+
+
+def test_results_stay_beside_their_file(pages, monkeypatch, capsys):
+    """The last one's folder, also where that is the folder of published results; the pages as they were."""
+    before = (pages / "README.md").read_text()
+    files = [pages / "one" / "a.json", pages / "published" / "b.json"]
+    for path in files:
+        path.parent.mkdir()
+        path.write_text(json.dumps(FACTS))
+    assert _report(monkeypatch, *files) == 0
+    assert [path.name for path in files[0].parent.iterdir()] == ["a.json"]
+    assert (pages / "published" / "kernels.md").read_text() == tables.summary_table(tables.merged([FACTS]))
     for name in ("kernels", "kernels_roofline", "kernels_time"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-        assert "<svg" in (tmp_path / f"{name}.svg").read_text()[:1000]
-    page.write_text("# Speed")
-    with pytest.raises(SystemExit, match=r"page\.md: the page has no <!-- kernels -->"):
-        report.main()
-    monkeypatch.setattr(sys, "argv", ["report.py"])
+        assert (pages / "published" / f"{name}.png").stat().st_size > 10_000
+        assert "<svg" in (pages / "published" / f"{name}.svg").read_text()[:1000]
+    assert {(pages / name).read_text() for name in ("README.md", "PERFORMANCE.md")} == {before}
+    printed = capsys.readouterr().out
+    assert "| norm | 2 | 1.00x |" in printed and "### norm" not in printed and "kernels_full.md" in printed
+
+
+def test_publishing_writes_the_pages(pages, monkeypatch):
+    for draw in ("relative_times", "roofline_shares", "times_by_size"):
+        monkeypatch.setattr(report, draw, lambda results, folder: [])
+    results = pages / "kernels.json"
+    results.write_text(json.dumps(FACTS))
+    start = (pages / "README.md").read_text().partition("<!-- kernels -->")[0]
+    assert _report(monkeypatch, results, "--publish") == 0
+    summary, full = ((pages / "published" / f"{name}.md").read_text() for name in ("kernels", "kernels_full"))
+    assert (pages / "README.md").read_text() == f"{start}<!-- kernels -->\n{summary}<!-- /kernels -->\nafter\n"
+    assert (pages / "PERFORMANCE.md").read_text() == f"{start}<!-- kernels -->\n{full}<!-- /kernels -->\nafter\n"
+    assert not (pages / "kernels.md").exists()
+    (pages / "README.md").write_text("# Speed")
+    (pages / "published" / "kernels.md").write_text("as it was")
+    with pytest.raises(SystemExit, match=r"README\.md: the page has no <!-- kernels -->"):
+        _report(monkeypatch, results, "--publish")
+    assert (pages / "published" / "kernels.md").read_text() == "as it was"
+    with pytest.raises(SystemExit, match="leave --output out"):
+        _report(monkeypatch, results, "--publish", "--output", pages)
+
+
+STEPS = {
+    "environment": {"card": "CPU (x86_64)", "torch": "2", "triton": "3", "commit": "c"}, "preset": "p", "steps": 1,
+    "note": "", "largest_loss_difference_after_step_10": None, "runs": [dict.fromkeys(report.STEP_ENTRIES["runs"], 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (_facts(*FACTS["rows"], shows_gpu=False), r"small shapes \(shows_gpu is false\)"),
+        (_facts(*FACTS["rows"], environment={"card": "CPU (x86_64)", "commit": "c"}, shows_gpu=False), "without a GPU"),
+        (STEPS, r"without a GPU, on a CPU \(x86_64\)"),
+    ],
+)
+def test_figures_that_show_no_gpu_are_not_published(facts, why, pages, monkeypatch):
+    before = (pages / "README.md").read_text()
+    (pages / "good.json").write_text(json.dumps(FACTS))
+    (pages / "other.json").write_text(json.dumps(facts))
+    with pytest.raises(SystemExit, match=rf"^error: \S*other\.json: it was measured .*{why}"):
+        _report(monkeypatch, pages / "good.json", pages / "other.json", "--publish")
+    assert not (pages / "published").exists()
+    assert (pages / "README.md").read_text() == before == (pages / "PERFORMANCE.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "No such file or directory"),
+        ('{"rows": [', r"not JSON \(Expecting value: line 1 column 11"),
+        ("[1]", "it lacks environment, peers, .*rows"),
+        (json.dumps({k: v for k, v in FACTS.items() if k not in ("peers", "left_out")}), "it lacks peers, left_out;"),
+        (json.dumps(FACTS | {"environment": {"card": "A card"}}), "its environment lacks commit;"),
+        (json.dumps(FACTS | {"rows": [FACTS["rows"][0], {"op": "norm"}]}), r"rows\[1\] lacks label, direction"),
+        (json.dumps(FACTS | {"rows": []}), "it has no rows;"),
+        (json.dumps({"environment": {}, "method": "", "runs": []}), "it lacks preset, steps, note"),
+        (json.dumps(STEPS | {"runs": [{"gpus": 1}]}), r"runs\[0\] lacks kernels, losses"),
+        (json.dumps(STEPS | {"runs": []}), "it has no runs or comparison;"),
+    ],
+)
+@pytest.mark.parametrize("compare", [False, True])
+def test_what_is_no_result_file_is_an_error_of_one_line(compare, text, why, tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(
+        SystemExit, match=rf"^error: \S*x\.json: {why}.*expected a result file of compare_ker"
+    ) as caught:
+        _report(monkeypatch, *(["--compare", path, path] if compare else [path]))
+    assert "\n" not in caught.value.code
+
+
+def test_whole_steps_are_not_compared_as_kernels(tmp_path, monkeypatch):
+    (tmp_path / "x.json").write_text(json.dumps(STEPS))
+    with pytest.raises(SystemExit, match=r"x\.json: a result of bench_step\.py; expected one of compare_kernels"):
+        _report(monkeypatch, "--compare", tmp_path / "x.json", tmp_path / "x.json")
     with pytest.raises(SystemExit, match="no result files"):
-        report.main()
+        _report(monkeypatch)
+
+
+def _odd(times: list[float | None]) -> str:
+    """The sentence on rows of other sizes where the peer takes 1.0 and ours these times."""
+    rows = [
+        _row(
+            "norm", f"{n}x1", {"fuselm": _measured(ms, "ok" if ms else "failed: x"), "Liger": _measured(1.0)}, odd=True
+        )
+        for n, ms in enumerate(times)
+    ]
+    round_one = _row("norm", "8x8", {"fuselm": _measured(2.0), "Liger": _measured(1.0)})
+    return tables.other_sizes(tables.merged([_facts(round_one, *rows)]))
+
+
+KIND = "(off block borders, one row)"
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([], "Round sizes only; no other sizes were measured."),
+        ([1.0], f"Round sizes only. The one row of another size {KIND} is not behind."),
+        ([1.25], f"Round sizes only. The one row of another size {KIND} is behind."),
+        ([0.5, 1.0], f"Round sizes only. Of the 2 rows of other sizes {KIND} none is behind."),
+        ([0.5, 1.25], f"Round sizes only. Of the 2 rows of other sizes {KIND} 1 is behind: norm 1x1 forward (0.80x)."),
+        (
+            [1.001, 1.25, None],
+            f"Round sizes only. Of the 3 rows of other sizes {KIND} 2 are behind: norm 1x1 forward (0.80x), norm 0x1 "
+            "forward (0.9990x); 1 failed: norm 2x1 forward.",
+        ),
+        (
+            [2.0, 2.5, 1.25, 4.0, 5.0, 8.0, 10.0],
+            f"Round sizes only. Of the 7 rows of other sizes {KIND} 7 are behind: norm 6x1 forward (0.10x), norm 5x1 "
+            "forward (0.12x), norm 4x1 forward (0.20x), norm 3x1 forward (0.25x), norm 1x1 forward (0.40x) and 2 more.",
+        ),
+    ],
+)
+def test_what_the_summary_leaves_out_is_said(times, said):
+    assert _odd(times) == said
+
+
+def test_the_line_on_other_sizes_is_between_the_table_and_the_source():
+    lines = tables.summary_table(tables.merged([FACTS])).splitlines()
+    assert lines[-5].startswith("| loss ") and lines[-4] == lines[-2] == ""
+    assert lines[-3] == f"Round sizes only. The one row of another size {KIND} is not behind."
+
+
+@pytest.mark.parametrize(
+    ("status", "short"),
+    [
+        ("failed: RuntimeError: a | b", "failed: RuntimeError: a / b"),
+        (
+            "failed: TypeError: epilogue fn depends on <ContextVar name='_L' default=() at 0x7f807538be70> (type x), y",
+            "failed: TypeError: epilogue fn depends on ContextVar...",
+        ),
+        ("failed: <function <lambda> at 0x7f807538be70> raised", "failed: function raised"),
+        ("failed: bad <Tensor of shape (3,", "failed: bad Tensor"),  # cut off within it
+        ("failed: address 0x7f807538be70 is bad, code 0x2", "failed: address is bad, code 0x2"),
+        ("failed: copy<bf16, 16> of a < b", "failed: copy<bf16, 16> of a < b"),
+        (
+            "failed: DSLRuntimeError: error[INTERNAL]: The compiler could not build valid IR for this code. error: IR",
+            "failed: DSLRuntimeError: The compiler could not build...",
+        ),
+        ("wrong: " + "x" * 53, "wrong: " + "x" * 53),
+        ("wrong: " + "x" * 54, "wrong..."),
+        ("y" * 61, "y" * 57 + "..."),
+    ],
+)
+def test_a_status_in_a_cell_is_short(status, short):
+    assert tables._short(status) == short and len(short) <= 60
+
+
+def test_what_was_not_timed_in_several_rows_is_said_once_a_table():
+    reason = "not timed: the formula holds all scores; torch's own attention is there as SDPA"
+    times = {"fuselm": _measured(1.0), "FA4": _measured(2.0)}
+    skipped = times | {"eager": _measured(None, reason)}
+    rows = [_row("attention", "1x1", skipped | {"cuDNN": _measured(None, "not timed: no windows")})]
+    rows += [_row("attention", "2x2", skipped), _row("attention", "3x3", times | {"eager": _measured(8.0)})]
+    rows += [_row("loss", f"{n}x{n}", times | {"QuACK": _measured(None, "not timed: w")}) for n in (1, 2)]
+    rows += [_row("norm", f"{n}x{n}", times | {"QuACK": _measured(None, "failed: w")}) for n in (1, 2)]
+    attention, loss, norm = tables.full_tables(tables.merged([_facts(*rows)])).split("### ")[1:4]
+    one, two, three = (line for line in attention.splitlines() if line[:5] in ("| 1x1", "| 2x2", "| 3x3"))
+    assert one.endswith("| cuDNN (not timed: no windows) |") and two.endswith("|  |")
+    assert three.endswith("| eager 8.000 |")
+    notes = [line for line in attention.splitlines() if line.startswith("Not timed")]
+    assert notes == [f"Not timed: eager in 2 of the 3 rows ({reason.removeprefix('not timed: ')})."]
+    assert "\n\nNot timed: QuACK in all rows (w).\n" in loss and "QuACK (not timed" not in loss
+    assert norm.count("QuACK (failed: w) |") == 2 and "Not timed" not in norm
 
 
 @pytest.mark.parametrize(("ms", "text"), [(0.03456, "0.0346"), (0.5, "0.5000"), (1.2345, "1.234"), (39.84, "39.84")])
