@@ -16,6 +16,7 @@ CPU; it shows that the comparison works and nothing about GPUs.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import faulthandler
 import gc
 import importlib
@@ -100,6 +101,31 @@ def chosen_rows(arguments: Arguments) -> list[Row]:
     return sorted(rows, key=lambda row: (row in ODD_ROWS, row.op not in FIRST_OPS))
 
 
+def chosen_peers(providers: tuple[str, ...]) -> Peers:
+    """All peers, after a look whether those that the command line names are there.
+
+    Raises:
+        SystemExit: one is not known, or is not installed.
+    """
+    peers = load_peers()
+    names = {name for makers in peers.makers.values() for name in makers}
+    names |= {name.split(",")[0] for name in names}
+    for provider in providers:
+        if provider in names:
+            continue
+        known = {name.casefold(): name for name in [*peers.missing, *names]}
+        absent = ", ".join(peers.missing) or "none"
+        families = sorted({name.split(",")[0] for name in names} - {OURS}, key=str.casefold)
+        there = f"there are {', '.join(families)}; not installed: {absent}"
+        reason = peers.missing.get(provider, peers.missing.get(provider.split(",")[0]))
+        if reason is not None:
+            raise SystemExit(f"error: --providers {provider}: not installed here ({reason}); {there}")
+        close = difflib.get_close_matches(provider.casefold(), known, n=1, cutoff=0.5)
+        hint = f", did you mean {known[close[0]]}?" if close else ""
+        raise SystemExit(f"error: --providers {provider}: not known{hint}; {there}")
+    return peers
+
+
 def chosen_makers(peers: Peers, row: Row, providers: tuple[str, ...]) -> dict[str, Maker]:
     """The row's providers, ours first. Ours inside torch.compile is timed on the rows that say so."""
     makers = peers.makers[row.op]
@@ -130,7 +156,11 @@ def compile_all(rows: list[Row], arguments: Arguments, jobs: int) -> tuple[Peers
         options += [option, *values] if values else []
     with tempfile.TemporaryDirectory() as folder:
         running = compile_ahead.start(options, Path(folder), jobs)
-        peers = load_peers()
+        try:
+            peers = chosen_peers(arguments.providers)
+        except SystemExit:
+            compile_ahead.finish(running, time.monotonic())
+            raise
         importlib.import_module("torch._inductor.compile_fx")  # seconds that the first compilation would take
         compile_ahead.finish(running, deadline)
         tasks = _tasks(rows, peers, arguments)
@@ -208,7 +238,7 @@ def compare(
         peers: if they are loaded already.
         compiled: what was compiled beforehand -> seconds, for the file.
     """
-    peers = peers or load_peers()
+    peers = peers or chosen_peers(arguments.providers)
     on_gpu = device.type == "cuda"
     ceilings = Ceilings(copy_bandwidth(device), matmul_rate(device)) if on_gpu else Ceilings()
     facts: dict[str, Any] = {
@@ -279,11 +309,11 @@ def main() -> None:
     if device.type != "cuda" and not arguments.tiny:
         raise SystemExit("error: there is no CUDA device: run with --tiny, which shows nothing about GPUs")
     if arguments.part is not None:
-        tasks = _tasks(rows, load_peers(), arguments)
+        tasks = _tasks(rows, chosen_peers(arguments.providers), arguments)
         compile_ahead.compile_tasks(tasks, arguments.part, arguments.budget_s, device, dtype)
         return
     jobs = arguments.jobs or (min(12, (os.cpu_count() or 2) * 3 // 4) if device.type == "cuda" else 0)
-    peers, compiled = compile_all(rows, arguments, jobs) if jobs > 1 else (load_peers(), {})
+    peers, compiled = compile_all(rows, arguments, jobs) if jobs > 1 else (chosen_peers(arguments.providers), {})
     gc.collect()
     gc.freeze()  # the collection after each row need not look at what was imported
     compare(arguments, rows, device, dtype, started, peers, compiled)

@@ -365,7 +365,7 @@ def test_processes_that_compile_get_the_same_rows_and_one_folder(monkeypatch):
             assert timeout <= 36
 
     monkeypatch.setattr(compile_ahead.subprocess, "Popen", Process)
-    given = {"ops": ("swiglu", "rope"), "only": "16", "sizes": "odd", "providers": ("Liger", "FA2 (SDPA)")}
+    given = {"ops": ("swiglu", "rope"), "only": "16", "sizes": "odd", "providers": ("eager", "FA2 (SDPA)")}
     arguments = compare_kernels.Arguments(budget_s=90.0, **given)
     peers, seconds = compare_kernels.compile_all(compare_kernels.chosen_rows(arguments), arguments, 2)
     parsed = [tyro.cli(compare_kernels.Arguments, args=command) for command in commands]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 # Scripts of benchmarks/, which pytest's configuration puts on sys.path and a type checker does not know.
+compare_kernels: Any = importlib.import_module("compare_kernels")
+compile_ahead: Any = importlib.import_module("compile_ahead")
 measure: Any = importlib.import_module("measure")
 expected: Any = importlib.import_module("expected")
 rows: Any = importlib.import_module("rows")
@@ -299,3 +301,29 @@ def test_heads_first_and_back_is_the_same_tensor(row):
     assert torch.equal(sdpa.heads_last(packed)(leaves)["k"], inputs["k"])
     assert torch.equal(sdpa.heads_last(packed)([leaves["q"]])[0], inputs["q"])
     assert torch.equal(sdpa.to_heads_first(packed)([inputs["q"]])[0], leaves["q"])
+
+
+@pytest.mark.parametrize(
+    ("provider", "message"),
+    [
+        ("liger", "error: --providers liger: not known, did you mean Liger?; there are eager, torch.compile"),
+        ("torch_compile", "error: --providers torch_compile: not known, did you mean torch.compile?; there"),
+        ("Liger", "error: --providers Liger: not installed here (no liger_kernel); there are eager, torch.compile"),
+        ("Liger, in place", "error: --providers Liger, in place: not installed here (no liger_kernel); there"),
+        ("qqq", "error: --providers qqq: not known; there are eager, torch.compile; not installed: Liger"),
+    ],
+)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_provider_that_is_not_there_ends_the_run_with_what_there_is(monkeypatch, tmp_path, provider, message, jobs):
+    peers: Any = importlib.import_module("peers.registry").Peers(missing={"Liger": "no liger_kernel"})
+    peers.makers["rope"] = dict.fromkeys(("fuselm", "eager", "torch.compile"))
+    monkeypatch.setattr(compare_kernels, "load_peers", lambda: peers)
+    ended = []
+    monkeypatch.setattr(compile_ahead, "start", lambda options, folder, jobs: [jobs])
+    monkeypatch.setattr(compile_ahead, "finish", lambda running, deadline: ended.extend(running))
+    command = ["compare_kernels.py", "--output", str(tmp_path / "k.json"), "--tiny", "--jobs", str(jobs)]
+    monkeypatch.setattr(sys, "argv", [*command, "--providers", "eager", provider])
+    with pytest.raises(SystemExit) as error:
+        compare_kernels.main()
+    assert str(error.value).startswith(message) and not list(tmp_path.iterdir())
+    assert ended == [2] * (jobs == 2)  # processes that compile are not left behind
