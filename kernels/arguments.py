@@ -22,6 +22,19 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
             raise TypeError(_refusal(name, value, "a torch.Tensor or None"))
 
 
+def check_numbers(optional: Mapping[str, object], expected: str, *, whole: bool = False) -> None:
+    """Refuses arguments, by name, that are neither None nor numbers (whole ones); `expected` says what they may be.
+
+    Raises:
+        TypeError: names the argument, its value and its type.
+    """
+    kinds, method = (int, "__index__") if whole else ((int, float), "__float__")
+    for name, value in optional.items():
+        if value is not None and not isinstance(value, kinds) and not hasattr(value, method):
+            shown = reprlib.repr(value)
+            raise TypeError(f"{name} is {shown}, of type {type(value).__name__}: expected {expected}")
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What torch.autocast multiplies in on `device`; None outside of it."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which has no autocast, and would raise

@@ -53,7 +53,7 @@ def load_run(
     """
     device = torch.device(device)
     if not run.is_dir():
-        raise UserError(f"run folder {run} does not exist")
+        raise UserError(f"run folder {run} {'is not a folder' if run.exists() else 'does not exist'}")
     shape = config_from_json(run).model
     tokenizer = TextTokenizer.load(run / "tokenizer.json", eos_token=eos_token, bos_token=bos_token)
     if tokenizer.vocab_size > shape.vocab_size:

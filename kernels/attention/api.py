@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from fuselm.kernels._triton import Backend
-from fuselm.kernels.arguments import check_tensors
+from fuselm.kernels.arguments import check_numbers, check_tensors
 from fuselm.kernels.attention import ops
 from fuselm.kernels.attention.dispatch import KernelChoice, explain_kernel, prefer_hopper, runs_reference
 from fuselm.kernels.attention.reference import attention_reference
@@ -30,14 +30,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bo
             raise TypeError(f"{name} has dtype {x.dtype}, q {q.dtype}: expected one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)}: expected the shape of k, {tuple(k.shape)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k has head_dim {k.shape[-1]}: expected that of q, {q.shape[-1]}")
     if not MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"q has head_dim {q.shape[-1]}: expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
     if not packed and k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}: expected that of q, {q.shape[0]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}: expected the shape of k, {tuple(k.shape)}")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k and v have {kv_heads}: expected a positive multiple")
@@ -66,6 +66,8 @@ def _check_options(
     packed: bool,
     max_seqlens: dict[str, int | None],
 ) -> None:
+    check_numbers({"scale": scale, "softcap": softcap}, "a positive number or None")
+    check_numbers({"window": window, **max_seqlens}, "an int or None", whole=True)
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale={scale}: expected a positive number or None for 1/sqrt(head_dim)")
     if window is not None and window < 1:

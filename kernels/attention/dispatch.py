@@ -79,6 +79,8 @@ def hopper_refusal(
         return "this Triton has no Gluon: it begins with Triton 3.6"
     if INTERPRET:
         return "Triton's interpreter does not run Gluon"
+    if device.type == "cpu" and _explain_backend(device)[0] == "reference":  # but when compiling ahead of time
+        return "the Hopper kernels are for GPUs of compute capability 9.0, this is a CPU"
     arch = device_profile(device).arch
     if arch != 90:
         return f"the Hopper kernels are for compute capability 9.0, this is {arch / 10:.1f}"

@@ -10,7 +10,8 @@ import textwrap
 import pytest
 import torch
 
-from fuselm.kernels.attention import portable
+from fuselm.kernels._triton import KNOWN_PROFILES, assume_profile
+from fuselm.kernels.attention import dispatch, portable
 from fuselm.kernels.attention.api import attention, explain_kernel
 from fuselm.kernels.attention.ops import attention_backward, attention_forward
 from fuselm.kernels.launch.attention import TileLaunch
@@ -258,6 +259,17 @@ def test_explain_kernel(device, monkeypatch):
     assert explain_kernel(device, backend="reference").name == "reference"
 
 
+def test_on_a_cpu_the_hopper_kernels_ask_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    monkeypatch.setattr(dispatch, "HAVE_GLUON", True)
+    monkeypatch.setattr("fuselm.kernels._triton.INTERPRET", False)
+    where = {"dtype": torch.bfloat16, "head_dim": 128}
+    refusal = dispatch.hopper_refusal(torch.device("cpu"), **where)
+    assert refusal == "the Hopper kernels are for GPUs of compute capability 9.0, this is a CPU"
+    with assume_profile(KNOWN_PROFILES[80]):  # compiling ahead of time, which CPU tensors stand for
+        assert "this is 8.0" in str(dispatch.hopper_refusal(torch.device("cpu"), **where))
+
+
 def bad_calls():
     q = torch.zeros(1, 8, 4, 16)
     packed, borders = torch.zeros(8, 4, 16), torch.tensor([0, 8], dtype=torch.int32)
@@ -266,6 +278,8 @@ def bad_calls():
         ((q, q[:, :, :3], q[:, :, :3]), {}, ValueError, "4 heads, k and v have 3"),
         ((q, q, q[:, :5]), {}, ValueError, "v has shape"),
         ((q, q[..., :8], q[..., :8]), {}, ValueError, "k has head_dim 8"),
+        ((q, q[..., :8], q), {}, ValueError, "k has head_dim 8: expected that of q, 16"),
+        ((q, q.expand(2, -1, -1, -1), q), {}, ValueError, "k has batch size 2: expected that of q, 1"),
         ((q[..., :8],) * 3, {}, ValueError, "head_dim 8: expected 16 to 256"),
         ((q.expand(2, -1, -1, -1), q, q), {}, ValueError, "k has batch size 1"),
         ((q.int(),) * 3, {}, TypeError, "q has dtype torch.int32"),
@@ -275,6 +289,10 @@ def bad_calls():
         ((q, q, q), {"window": 0}, ValueError, "window=0"),
         ((q, q, q), {"window": 4, "causal": False}, ValueError, "causal=False"),
         ((q, q, q), {"softcap": -1.0}, ValueError, "softcap=-1.0"),
+        ((q, q, q), {"scale": "x"}, TypeError, "scale is 'x', of type str: expected a positive number or None"),
+        ((q, q, q), {"softcap": [1]}, TypeError, r"softcap is \[1\], of type list: expected a positive number"),
+        ((q, q, q), {"window": 4.5}, TypeError, "window is 4.5, of type float: expected an int or None"),
+        ((q, q, q), {"max_seqlen_q": "8"}, TypeError, "max_seqlen_q is '8', of type str: expected an int or None"),
         ((q, q, q), {"max_seqlen_q": 8}, ValueError, "max_seqlen_q=8 without cu_seqlens"),
         ((q, q, q), {"cu_seqlens_k": borders}, ValueError, "cu_seqlens_k is given without cu_seqlens_q"),
         ((q, q, q), {"cu_seqlens_q": borders}, ValueError, r"expected \(tokens, heads, head_dim\)"),

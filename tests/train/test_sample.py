@@ -119,6 +119,7 @@ def test_model_trained_with_other_kernels_runs_on_a_cpu(run: Path, tmp_path: Pat
     ("change", "options", "message"),
     [
         (lambda run: shutil.rmtree(run), [], "run folder {run} does not exist"),
+        (lambda run: (shutil.rmtree(run), run.touch()), [], "run folder {run} is not a folder"),
         (lambda run: (run / "config.json").unlink(), [], "cannot read {run}/config.json"),
         (lambda run: (run / "tokenizer.json").unlink(), [], "tokenizer {run}/tokenizer.json does not exist"),
         (lambda run: shutil.rmtree(run / "checkpoints"), [], "run folder {run} has no complete checkpoint"),
