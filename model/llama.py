@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fuselm.kernels._triton import Backend
+from fuselm.kernels.direct import may_skip_dispatcher
 from fuselm.kernels.linear_cross_entropy import linear_cross_entropy
 from fuselm.kernels.qk_norm_rope import qk_norm_rope
 from fuselm.kernels.rms_norm import add_rms_norm, rms_norm
@@ -215,12 +216,14 @@ class Llama(nn.Module):
 
         Raises:
             TypeError: tokens are not int64 or int32.
-            ValueError: tokens are not (batch, seq), or longer than max_seq_len with what the cache holds.
+            ValueError: tokens are not (batch, seq), longer than max_seq_len with what the cache holds or, of those on a
+                CPU and outside of torch.compile, not in [0, vocab_size); a GPU's are not looked at.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}: expected (batch, seq)")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens has dtype {tokens.dtype}: expected int64 or int32 token ids")
+        _check_range(tokens, self.config.vocab_size)
         batch, seq = tokens.shape
         start = 0 if cache is None or cache.decoding else cache.length  # decoding: known on the device only
         if start + seq > self.config.max_seq_len:
@@ -257,6 +260,16 @@ class Llama(nn.Module):
         return linear_cross_entropy(
             x, self.head_weight, targets, reduction=reduction, z_loss=z_loss, backend=kernel_backend(self.config)
         )
+
+
+def _check_range(tokens: torch.Tensor, vocab_size: int) -> None:
+    """Refuses ids that are no rows of the embedding, where a look needs no device to wait for and nothing is traced."""
+    if tokens.device.type != "cpu" or not may_skip_dispatcher(tokens) or tokens.numel() == 0:
+        return
+    least, most = (int(x) for x in torch.aminmax(tokens))
+    if least < 0 or most >= vocab_size:
+        wrong = least if least < 0 else most
+        raise ValueError(f"tokens holds {wrong}: expected ids from 0 to {vocab_size - 1}, vocab_size={vocab_size}")
 
 
 def document_positions(cu_seqlens: torch.Tensor, batch: int, seq: int) -> torch.Tensor:

@@ -45,8 +45,13 @@ def introduce(
         f"tokens a step ({world.size} ranks x {training.micro_batch_size} x {accumulation} micro-batches); "
         f"{tokens:,} training tokens"
     )
-    if checkpoint is not None:
+    if checkpoint is not None and step < training.steps:
         say(f"resuming from {checkpoint} at step {step}")
+    elif checkpoint is not None:
+        say(
+            f"already at step {step} of {training.steps} ({checkpoint}), nothing to train: --training.steps N goes on "
+            "to step N, --checkpoint.resume never starts again"
+        )
 
 
 def conclude(run: Path, step: int, total: int, say: Callable[[str], None]) -> None:

@@ -204,6 +204,17 @@ def test_tokens_of_another_dtype_are_named(dtype):
         Llama(_config())(torch.zeros(1, 4, dtype=dtype))
 
 
+@pytest.mark.parametrize(("wrong", "dtype"), [(97, torch.int64), (-1, torch.int32)])
+def test_tokens_out_of_range_are_named(wrong, dtype):
+    model, tokens = Llama(_config()), torch.tensor([[0, 96, 5]], dtype=dtype)
+    assert model(tokens).shape == (1, 3, 97)
+    tokens[0, 2] = wrong
+    with pytest.raises(ValueError, match=f"tokens holds {wrong}: expected ids from 0 to 96, vocab_size=97"):
+        model(tokens)
+    exported = torch.export.export(model, (torch.zeros(1, 3, dtype=dtype),))  # traces no look at the values
+    assert "aminmax" not in exported.graph_module.code
+
+
 def test_flash_attn_without_the_package_says_what_to_install():
     with pytest.raises(ImportError, match="needs the flash-attn package"):
         Llama(_config(attention_backend="flash_attn")).to(DEVICE)(_tokens())

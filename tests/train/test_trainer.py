@@ -220,7 +220,10 @@ def test_resume_goes_on_and_a_finished_run_says_so(pretrain_main, tmp_path):
     )
     assert mine == unbroken
     code, out, _ = pretrain_main("--training.steps", "6", "--schedule.kind", "constant")
-    assert code == 0 and "done at step 6" in out and "step 6/6  loss" not in out
+    assert code == 0 and "done at step 6" in out and "step 6/6  loss" not in out and "resuming" not in out
+    assert (
+        "already at step 6 of 6 (" in out and "--training.steps N goes on to step N, --checkpoint.resume never" in out
+    )
 
 
 def test_starting_over_moves_the_earlier_run_aside(pretrain_main, tmp_path):
