@@ -44,7 +44,9 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """As PNG and SVG."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
-        figure.savefig(path)
+        # The same results give the same file.
+        with plt.rc_context({"svg.hashsalt": name}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return paths
 
