@@ -16,7 +16,6 @@ CPU; it shows that the comparison works and nothing about GPUs.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import faulthandler
 import gc
 import importlib
@@ -42,6 +41,8 @@ from peers.registry import Peers, load_peers
 from report_kernels import best_peer, deterministic_cost, goal_of, milliseconds, ours, plain, speed_ratio
 from rows import BACKWARD, ODD_ROWS, ROWS, TINY_ROWS, Row
 from timing import card_state, copy_bandwidth, describe, environment, matmul_rate
+
+from fuselm.model.config import nearest
 
 LOOK_S = 60.0  # between looks at the card's state, which nvidia-smi takes its time for
 COMPILE_SHARE = 0.4  # of the budget: a second of all processes saves several of this one
@@ -113,15 +114,13 @@ def chosen_peers(providers: tuple[str, ...]) -> Peers:
     for provider in providers:
         if provider in names:
             continue
-        known = {name.casefold(): name for name in [*peers.missing, *names]}
         absent = ", ".join(peers.missing) or "none"
         families = sorted({name.split(",")[0] for name in names} - {OURS}, key=str.casefold)
         there = f"there are {', '.join(families)}; not installed: {absent}"
         reason = peers.missing.get(provider, peers.missing.get(provider.split(",")[0]))
         if reason is not None:
             raise SystemExit(f"error: --providers {provider}: not installed here ({reason}); {there}")
-        close = difflib.get_close_matches(provider.casefold(), known, n=1, cutoff=0.5)
-        hint = f", did you mean {known[close[0]]}?" if close else ""
+        hint = nearest(provider, [*peers.missing, *names])
         raise SystemExit(f"error: --providers {provider}: not known{hint}; {there}")
     return peers
 

@@ -118,9 +118,10 @@ class LlamaConfig:
 
 
 def nearest(name: str, known: Any) -> str:
-    """', did you mean ...?' for the closest of `known`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    """', did you mean ...?' for the closest of `known`, in whatever case it is written, or nothing."""
+    written = {str(one).casefold(): one for one in known}
+    close = difflib.get_close_matches(name.casefold(), list(written), n=1, cutoff=0.5)
+    return f", did you mean {written[close[0]]!r}?" if close else ""
 
 
 def _llama3(

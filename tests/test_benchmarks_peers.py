@@ -306,8 +306,8 @@ def test_heads_first_and_back_is_the_same_tensor(row):
 @pytest.mark.parametrize(
     ("provider", "message"),
     [
-        ("liger", "error: --providers liger: not known, did you mean Liger?; there are eager, torch.compile"),
-        ("torch_compile", "error: --providers torch_compile: not known, did you mean torch.compile?; there"),
+        ("liger", "error: --providers liger: not known, did you mean 'Liger'?; there are eager, torch.compile"),
+        ("torch_compile", "error: --providers torch_compile: not known, did you mean 'torch.compile'?; there"),
         ("Liger", "error: --providers Liger: not installed here (no liger_kernel); there are eager, torch.compile"),
         ("Liger, in place", "error: --providers Liger, in place: not installed here (no liger_kernel); there"),
         ("qqq", "error: --providers qqq: not known; there are eager, torch.compile; not installed: Liger"),
