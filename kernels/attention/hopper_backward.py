@@ -213,7 +213,7 @@ def _consume(
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             mbarrier.arrive(ds_full.index(done + 1 & 1), count=1)
-            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+            add_dq(dq_ptr, dq, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
         else:
@@ -226,7 +226,7 @@ def _consume(
             dq = multiply_dq(ds_s, k_s, done & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dk = warpgroup_mma(ds_left, q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-            add_dq(dq_ptr, dq * scale, padded + block * BLOCK_M, ME, HEAD_DIM)
+            add_dq(dq_ptr, dq, padded + block * BLOCK_M, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(q_empty.index(slot), count=1)
         dq_row = padded + block * BLOCK_M
@@ -243,7 +243,7 @@ def _consume(
             wait_for_turn(turns_ptr, dq_row, turn, ME, HEAD_DIM)
             dq = multiply_dq(ds_s, k_s, pairs & 1, 0, half, ME, BLOCK_M, HEAD_DIM)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+            add_dq(dq_ptr, dq, dq_row, ME, HEAD_DIM)
     if count > 0:
         pass_turn(turns_ptr, dq_row, tile + 1, count > 0, ME, HEAD_DIM)
     v.store(dv.to(dtype))
@@ -387,7 +387,7 @@ def hopper_backward(
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         attention_finish_kernel[(query_tiles * heads * batch,)](
-            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks,
+            dq_sum, dq, cu_seqlens_q, cu_seqlens_k, *_strides(dq), *blocks, scale,
             PACKED=packed, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

@@ -224,8 +224,8 @@ def _consume(
                 dq_row = padded + block * BLOCK_M
         for i in range(group * count):
             done = passed + i  # pyright: ignore[reportOperatorIssue]
-            slot = done % STAGES
-            phase = done // STAGES & 1
+            slot = done & 1
+            phase = done >> 1 & 1
             # Or the addresses of keys and values, of which each product has its own, would spill.
             here = _not_before(pair)
             k = matrix(k_s.index(2 * here + ME))
@@ -279,7 +279,7 @@ def _consume(
             dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
             # Says two things: this dS is there, and the one before has been read.
             meet(done + 1 & 1, DS + 2 * ME, 256, False)
-            add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+            add_dq(dq_ptr, dq, dq_row, ME, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             meet(slot, READ, 288, False)
             dq_row = padded + block * BLOCK_M
@@ -316,7 +316,7 @@ def _consume(
         meet(passed & 1, DS + 2 - 2 * ME, 256, True)
         dq = multiply_dq(ds_s, k_s, passed & 1, (used - 1) & 1, half, ME, BLOCK_M, HEAD_DIM)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(dq_ptr, dq * scale, dq_row, ME, HEAD_DIM)
+        add_dq(dq_ptr, dq, dq_row, ME, HEAD_DIM)
     if HEAD_DIM == 64:
         tma.store_wait(0)
 

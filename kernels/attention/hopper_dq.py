@@ -57,10 +57,10 @@ def attention_prepare_kernel(
 @jit(do_not_specialize=["queries", "keys", "heads", "documents", "tiles"])
 def attention_finish_kernel(
     dq_sum_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, dq_batch, dq_row, dq_head,
-    queries, keys, heads, documents, tiles,
+    queries, keys, heads, documents, tiles, scale,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: dQ in its dtype; the last heads first, whose sums are still in L2."""
+    """Of one block of queries and one head: dQ, scaled, in its dtype; the last heads first, whose sums L2 still holds."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
@@ -75,13 +75,13 @@ def attention_finish_kernel(
     blocks = tl.permute(blocks, (0, 3, 6, 4, 1, 2, 5, 7))
     dq = tl.reshape(blocks, [BLOCK_M, HEAD_DIM])
     dq_base = dq_ptr + instance // heads * dq_batch + instance % heads * dq_head + row_begin.to(tl.int64) * dq_row
-    store_tile(dq_base, row, dq_row, col, rows, dq, HEAD_DIM, False)
+    store_tile(dq_base, row, dq_row, col, rows, dq * scale, HEAD_DIM, False)
 
 
 @gluon_jit
 def _piece(row, ME: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Number of the 64 x 64 numbers of dQ that a consumer adds to, of the block whose first row is `row`."""
-    return row // 64 * (HEAD_DIM // 64) + ME
+    return (row >> 6) * (HEAD_DIM // 64) + ME
 
 
 @gluon_jit

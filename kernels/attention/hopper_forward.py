@@ -44,18 +44,22 @@ from fuselm.kernels.attention.hopper_common import (
     warpgroup_mma_wait,
 )
 from fuselm.kernels.attention.hopper_softmax import (
+    add_sums,
     declare_surpassed,
+    floor_of,
+    halves,
+    join_quarters,
     left_operand,
     margin_of,
     mask_scores,
-    offset_of,
     packed,
     pin,
     probabilities,
     raise_maximum,
     row_maxima,
+    scale_rows,
     surpassed,
-    thread_maxima,
+    thread_maxima_bits,
 )
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_forward_launch
 
@@ -174,15 +178,18 @@ def _pass_over(
 
 @gluon_jit
 def _step(
-    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty, key, low, high, score_scale, margin,
+    acc, p, row_max, limit, row_sum, before, before_phase, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
+    key, low, high, score_scale, margin,
     MASKED: tl.constexpr, ME: tl.constexpr, WINDOW: tl.constexpr, CONSUMERS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, JOINT: tl.constexpr, scores: tl.constexpr, output: tl.constexpr, left: tl.constexpr,
 ):  # fmt: skip
-    """Q·Kᵀ of block `key` beside P·V of the block before it."""
-    before = done % STAGES
-    before_phase = done // STAGES & 1
-    slot = (done + 1) % STAGES
-    mbarrier.wait(k_full.index(slot), (done + 1) // STAGES & 1)
+    """Q·Kᵀ of block `key` beside P·V of the block before it, which lies in slot `before`."""
+    slot = before + 1
+    phase = before_phase
+    if slot == STAGES:
+        slot = slot * 0
+        phase = phase ^ 1
+    mbarrier.wait(k_full.index(slot), phase)
     take_turn(ME)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
     s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -194,19 +201,40 @@ def _step(
     if not JOINT:
         mbarrier.arrive(k_empty.index(slot), count=1)
     s = mask_scores(s, key, low, high, MASKED, WINDOW, BLOCK_N, scores)
-    offset = offset_of(row_max, score_scale)
-    maxima, above = surpassed(thread_maxima(s, BLOCK_N), row_max, margin)
+    maxima, above = surpassed(thread_maxima_bits(s, BLOCK_N, 4 if CONSUMERS == 2 else 2), limit)
     # ptxas moves a wait ahead of all arithmetic that does not depend on it: P·V would run beside next to nothing. It
-    # does not move it ahead of a store to shared memory, which is what `pin` writes, and that needs the maxima. The
-    # scores pass through the wait, so that P is made behind it: the product that is retired here reads the registers of
-    # the P before, which must not be written sooner (Triton up to 3.6 does not see that by itself).
-    maxima = pin(maxima)
-    acc, s = warpgroup_mma_wait(0, deps=(acc, s))
-    mbarrier.arrive(v_empty.index(before), count=1)
-    if above:
-        acc, row_max, row_sum, offset = raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores)
-    p, sums = probabilities(s, offset, score_scale, BLOCK_N)
-    return acc, packed(p, v_s.dtype), row_max, row_sum + sums, done + 1
+    # does not move it ahead of a store to shared memory, which is what `pin` writes, and that needs what is pinned. The
+    # product that is retired here reads the registers of the P before, which must not be written sooner (Triton up to
+    # 3.6 does not see that by itself): what becomes P behind the wait passes through it, or that P itself does.
+    if CONSUMERS == 2:  # a quarter of P before the wait
+        decay = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores)) + 1.0
+        if above:
+            row_max, row_sum, decay = raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N, scores)
+            limit = row_max + margin
+        offset = row_max * score_scale
+        first_half, second_half = halves(s)
+        first, second = halves(first_half)
+        p, sums = probabilities(first, offset, score_scale)
+        sums = pin(sums)
+        acc, second, second_half, p_left = warpgroup_mma_wait(0, deps=(acc, second, second_half, p_left))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        if above:
+            acc = scale_rows(acc, decay)
+        more, more_sums = probabilities(second, offset, score_scale)
+        most, most_sums = probabilities(second_half, offset, score_scale)
+        p = join_quarters(p, more, most, scores)
+        sums = add_sums(row_sum, add_sums(add_sums(sums, more_sums), most_sums))
+    else:
+        maxima = pin(maxima)
+        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        if above:
+            row_max, row_sum, decay = raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N, scores)
+            limit = row_max + margin
+            acc = scale_rows(acc, decay)
+        p, sums = probabilities(s, row_max * score_scale, score_scale)
+        sums = add_sums(row_sum, sums)
+    return acc, packed(p, v_s.dtype), row_max, limit, sums, slot, phase
 
 
 @gluon_jit
@@ -253,46 +281,47 @@ def _consume(
         if WINDOW:
             low = row + (others - rows - window)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, output)
-        slot = done % STAGES
+        before = done % STAGES
+        before_phase = done // STAGES & 1
         own = step % Q_BUFFERS * CONSUMERS + ME
         q = matrix(q_s.index(own))
         mbarrier.wait(q_full.index(own), step // Q_BUFFERS & 1)
-        mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+        mbarrier.wait(k_full.index(before), before_phase)
         no_scores = gl.zeros([64, BLOCK_N], gl.float32, scores)
-        s = warpgroup_mma(q, matrix(k_s.index(slot)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, matrix(k_s.index(before)).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not JOINT:
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.arrive(k_empty.index(before), count=1)
         s = mask_scores(s, last, low, high, True, WINDOW, BLOCK_N, scores)
-        row_max = row_maxima(thread_maxima(s, BLOCK_N), scores)
-        p, row_sum = probabilities(s, offset_of(row_max, score_scale), score_scale, BLOCK_N)
+        row_max = row_maxima(s, floor_of(score_scale), BLOCK_N, scores)
+        p, row_sum = probabilities(s, row_max * score_scale, score_scale)
+        limit = row_max + margin
         p = packed(p, dtype)
         if CAUSAL:
             for i in range(1, full_from):
-                acc, p, row_max, row_sum, done = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                    last - i, low, high, score_scale, margin,
+                acc, p, row_max, limit, row_sum, before, before_phase = _step(
+                    acc, p, row_max, limit, row_sum, before, before_phase, q, k_s, v_s, k_full, k_empty, v_full,
+                    v_empty, last - i, low, high, score_scale, margin,
                     True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
                 )  # fmt: skip
         for i in range(full_from, full_to):
-            acc, p, row_max, row_sum, done = _step(
-                acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                last - i, low, high, score_scale, margin,
+            acc, p, row_max, limit, row_sum, before, before_phase = _step(
+                acc, p, row_max, limit, row_sum, before, before_phase, q, k_s, v_s, k_full, k_empty, v_full,
+                v_empty, last - i, low, high, score_scale, margin,
                 False, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
             )  # fmt: skip
         if WINDOW:
             for i in range(full_to, own_count):
-                acc, p, row_max, row_sum, done = _step(
-                    acc, p, row_max, row_sum, done, q, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                    last - i, low, high, score_scale, margin,
+                acc, p, row_max, limit, row_sum, before, before_phase = _step(
+                    acc, p, row_max, limit, row_sum, before, before_phase, q, k_s, v_s, k_full, k_empty, v_full,
+                    v_empty, last - i, low, high, score_scale, margin,
                     True, ME, WINDOW, CONSUMERS, BLOCK_N, STAGES, JOINT, scores, output, left,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(own), count=1)
-        slot = done % STAGES
-        mbarrier.wait(v_full.index(slot), done // STAGES & 1)
-        done += 1
+        mbarrier.wait(v_full.index(before), before_phase)
+        done += own_count
         p_left = left_operand(p, dtype, left)
-        acc = warpgroup_mma(p_left, matrix(v_s.index(slot)), acc, is_async=True)
+        acc = warpgroup_mma(p_left, matrix(v_s.index(before)), acc, is_async=True)
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
@@ -310,7 +339,7 @@ def _consume(
         row = first + offs_m
         gl.store(lse2_ptr + (gl.cast(batch * heads + head, gl.int64) * queries + begin) + row, lse2, mask=row < rows)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
         matrix(o).store(acc.to(dtype))

@@ -29,27 +29,27 @@ def mask_scores(
 
 
 @gluon_jit
-def thread_maxima(s, BLOCK_N: tl.constexpr):
+def _thread_maxima(s, BLOCK_N: tl.constexpr):
     """[64, 4]: the maxima of the four threads that share a row."""
     return gl.max(gl.max(gl.max(s.reshape([64, 4, BLOCK_N // 32, 4, 2]), 4), 2), 1)
 
 
 @gluon_jit
-def _thread_sums(p, BLOCK_N: tl.constexpr):
-    """[64, 4]: the sums of the four threads that share a row, which add up after the last block."""
-    return gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+def thread_maxima_bits(s, BLOCK_N: tl.constexpr, CHAINS: tl.constexpr):
+    """[64, 4] int32: bits of the maxima of the four threads that share a row, or of 0 where all scores are below.
+
+    Floats that are not negative have the order of their bits. Hopper takes the maximum of three integers at a time
+    (VIMNMX3), of two floats: half as many instructions, with this 0 as well. CHAINS of them run side by side.
+    """
+    bits = s.to(gl.int32, bitcast=True).reshape([64, BLOCK_N // 8, 4, 2]).permute((0, 2, 1, 3))
+    return gl.maximum(gl.max(gl.max(bits.reshape([64, 4, CHAINS, BLOCK_N // (4 * CHAINS)]), 3), 2), 0)
 
 
 @gluon_jit
-def row_maxima(maxima, scores: tl.constexpr):
-    """[64] from the [64, 4] of `thread_maxima`."""
-    return gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, scores), assert_trivial=True)
-
-
-@gluon_jit
-def offset_of(row_max, score_scale):
-    """What is subtracted from scaled scores. A row that has seen no key yet: -inf minus -inf would be NaN."""
-    return gl.where(row_max == float("-inf"), 0.0, row_max) * score_scale
+def row_maxima(s, floor, BLOCK_N: tl.constexpr, scores: tl.constexpr):
+    """[64]: the rows' maxima, or `floor` where these are below it."""
+    maxima = gl.convert_layout(gl.max(_thread_maxima(s, BLOCK_N), 1), gl.SliceLayout(1, scores), assert_trivial=True)
+    return gl.maximum(maxima, floor)
 
 
 @gluon_jit
@@ -61,9 +61,9 @@ def _by_row(x, beside):
 
 @gluon_jit
 def pin(x):
-    """x; what it depends on stays ahead of the next wait for a product: see `_step` in hopper_forward.py. A store that
-    never runs, for no number is above +inf."""
-    return gl.inline_asm_elementwise(
+    """x, floats or their bits; what it depends on stays ahead of the next wait for a product: see `_step` in
+    hopper_forward.py. A store that never runs, for no number is above +inf."""
+    bits = gl.inline_asm_elementwise(
         """
         {
             .reg .pred never;
@@ -74,12 +74,13 @@ def pin(x):
             mov.b32 $0, bits;
         }
         """,
-        "=f,f",
-        [x],
-        dtype=gl.float32,
+        "=r,r",
+        [x.to(gl.int32, bitcast=True)],
+        dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
+    return bits.to(x.dtype, bitcast=True)
 
 
 @gluon_jit
@@ -91,32 +92,38 @@ def declare_surpassed():
 @gluon_jit
 def margin_of(score_scale):
     """How far scores may be above the maximum that was left behind: a factor of 2^8 after scaling."""
-    return gl.minimum(8.0 / score_scale, 1e30)  # finite: -inf, where a row has seen no key, must stay the limit
+    return gl.minimum(8.0 / score_scale, 1e30)  # finite, as the limit of a row that saw no key must stay below 0
 
 
 @gluon_jit
-def surpassed(maxima, row_max, margin):
-    """([64, 4] maxima, whether one in this warp is above its row's limit).
+def floor_of(score_scale):
+    """The maximum of a row that saw no key: finite, as is what scaling makes of it, so that -inf minus it is -inf."""
+    return -1e38 / gl.maximum(score_scale, 1.0)
 
+
+@gluon_jit
+def surpassed(maxima, limit):
+    """([64, 4] bits of maxima, whether a row of this warp may have a score above its [64] limit).
+
+    May have: the bits of a limit below 0 are below those of any of these maxima, which are 0 where scores are below it.
     All threads of a warp get the same answer, of other warps maybe another: what depends on it must not wait for them.
     Triton has no such number, so that it passes from one instruction to the next in a register of ours.
     """
-    layout: tl.constexpr = maxima.type.layout
-    limit = gl.zeros(maxima.shape, gl.float32, layout) + _by_row(row_max + margin, maxima)
+    limits = _by_row(limit, maxima).to(gl.int32, bitcast=True)
     maxima = gl.inline_asm_elementwise(
         """
         {
             .reg .pred one, any;
-            setp.gt.f32 one, $2, $4;
-            setp.gt.or.f32 any, $3, $5, one;
+            setp.gt.s32 one, $2, $4;
+            setp.gt.or.s32 any, $3, $5, one;
             vote.sync.any.pred surpassed, any, 0xffffffff;
             mov.b32 $0, $2;
             mov.b32 $1, $3;
         }
         """,
-        "=f,=f,f,f,f,f",
-        [maxima, limit],
-        dtype=gl.float32,
+        "=r,=r,r,r,r,r",
+        [maxima, limits],
+        dtype=gl.int32,
         is_pure=False,
         pack=2,
     )
@@ -127,19 +134,48 @@ def surpassed(maxima, row_max, margin):
 
 
 @gluon_jit
-def raise_maximum(acc, row_max, row_sum, maxima, score_scale, scores: tl.constexpr):
-    """Brings what was summed up to this block's maxima: (output, maximum, sum, what is subtracted now)."""
-    raised = gl.maximum(row_max, row_maxima(maxima, scores))
-    offset = offset_of(raised, score_scale)
-    decay = gl.exp2(row_max * score_scale - offset)
-    return acc * _by_row(decay, acc), raised, row_sum * _by_row(decay, row_sum), offset
+def raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N: tl.constexpr, scores: tl.constexpr):
+    """Brings the sums to the maxima of a block's scores: (maximum, sum, what the output is still to be scaled by)."""
+    raised = row_maxima(s, row_max, BLOCK_N, scores)
+    decay = gl.exp2(row_max * score_scale - raised * score_scale)
+    return raised, row_sum * _by_row(decay, row_sum), decay
 
 
 @gluon_jit
-def probabilities(s, offset, score_scale, BLOCK_N: tl.constexpr):
+def scale_rows(x, factor):
+    """x, each row times its [64] factor."""
+    return x * _by_row(factor, x)
+
+
+@gluon_jit
+def halves(x):
+    """The first and the second half of the columns; nothing moves."""
+    return x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon_jit
+def _whole(a, b):
+    b = gl.convert_layout(b, a.type.layout, assert_trivial=True)
+    return gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * a.shape[1]])
+
+
+@gluon_jit
+def join_quarters(first, second, second_half, layout: tl.constexpr):
+    """What `halves` took apart twice."""
+    return gl.convert_layout(_whole(_whole(first, second), second_half), layout, assert_trivial=True)
+
+
+@gluon_jit
+def probabilities(s, offset, score_scale):
     """(P, its sums by thread). The scale is positive: scaling and subtracting are one instruction."""
-    p = gl.exp2(s * score_scale - offset[:, None])
-    return p, _thread_sums(p, BLOCK_N)
+    p = gl.exp2(s * score_scale - _by_row(offset, s))
+    return p, gl.sum(gl.sum(p.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon_jit
+def add_sums(a, b):
+    """Sums by thread of two parts of the columns."""
+    return a + gl.convert_layout(b, a.type.layout, assert_trivial=True)
 
 
 @gluon_jit

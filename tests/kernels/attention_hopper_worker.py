@@ -110,9 +110,11 @@ def cases(head_dim: int) -> list[dict]:
         {"lengths": (1025, 1025), "ramp": 40.0},
         {"lengths": (2100, 2100), "batch": 5},
         {"lengths": (300, 1225), "factor": 30.0},
+        {"lengths": (1025, 1025), "below": True},  # no score near 0, where the forward kernel's maxima begin
     ]
     masks = [
         {"lengths": (1025, 1025), "window": 400},
+        {"lengths": (1025, 1025), "window": 400, "below": True, "factor": 4.0, "ramp": 3.0},
         {"lengths": (1025, 1025), "causal": False, "factor": 30.0},
         {"lengths": (2100, 2100), "dtype": "float16", "ramp": 20.0},
         {"lengths": (300, 1225), "documents_q": (0, 5, 5, 130, 280), "documents_k": (0, 0, 400, 400, 1200)},
@@ -121,7 +123,7 @@ def cases(head_dim: int) -> list[dict]:
     forward_launches = [  # numbers of consumers that the length alone would not give; more tiles than programs
         {"only": "forward", "launch": {"consumers": consumers}, **shape}
         for consumers, shapes in (
-            ((2, (*causal, *masks)), (3, everything)) if head_dim == 64 else ((2, everything[:8]),)
+            ((2, (*causal, *masks)), (3, everything)) if head_dim == 64 else ((2, everything[:10]),)
         )
         for shape in shapes
     ]
@@ -176,6 +178,9 @@ def poisoned_views(case: dict, dtype: torch.dtype, generator: torch.Generator) -
     v = buffer.narrow(-3, 1, keys).narrow(-2, 1 + heads + kv_heads, kv_heads)
     for x, factor in ((q, case.get("factor", 1.0)), (k, 1.0), (v, 1.0)):
         x.copy_(torch.randn(x.shape, generator=generator, device=DEVICE) * factor)
+    if case.get("below"):
+        q.abs_()
+        k.abs_().neg_()
     # The kernel meets the last keys first: maxima that grow with every block.
     k.mul_(torch.linspace(case.get("ramp", 1.0), 1.0, keys, device=DEVICE).view(-1, 1, 1).to(dtype))
     return {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}

@@ -24,9 +24,16 @@ LOG2E = common.LOG2E
 
 
 class _Tensor(torch.Tensor):
-    """A tensor that has Gluon's `type.layout`."""
+    """A tensor that has Gluon's `type.layout`, casts of bits, and halves of a last dimension of 2."""
 
     type: Any = SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> _Tensor:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    def split(self) -> tuple[_Tensor, _Tensor]:
+        assert self.shape[-1] == 2
+        return self[..., 0], self[..., 1]
 
     def store(self, value: torch.Tensor) -> None:
         self.copy_(value)
@@ -60,10 +67,11 @@ def _run_line(line: str, registers: dict[str, Any]) -> None:
     target, *sources = words
     operation, *_, kind = name.split(".")
     values = [_number(word, registers) for word in sources]
-    f = [_as(x, np.float32) for x in values] if kind in ("f32",) and operation != "selp" else values
-    if name == "setp.gt.f32":
+    numbers = {"f32": np.float32, "s32": np.int32}
+    f = [_as(x, numbers[kind]) for x in values[:2]] if operation == "setp" else values
+    if name in ("setp.gt.f32", "setp.gt.s32"):
         result = f[0] > f[1]
-    elif name == "setp.gt.or.f32":
+    elif name == "setp.gt.or.s32":
         result = (f[0] > f[1]) | values[2]
     elif name == "vote.sync.any.pred":
         result = np.array([values[0].any()])
@@ -96,6 +104,8 @@ class _Ptx:
     def __call__(self, text: str, constraints: str, args: list, *, dtype: Any, is_pure: bool, pack: int) -> Any:
         outputs = constraints.count("=")
         assert outputs == pack and constraints.count(",") + 1 == pack * (1 + len(args))
+        if isinstance(args[0], torch.Tensor):
+            args = list(torch.broadcast_tensors(*args))
         shape = args[0].shape if isinstance(args[0], torch.Tensor) else ()
         registers = dict(self.kept)
         for number, x in enumerate(args):
@@ -109,7 +119,8 @@ class _Ptx:
             self.kept["surpassed"] = registers["surpassed"]
         if shape == ():
             return int(np.ravel(registers["$0"])[0])
-        columns = [np.broadcast_to(_as(registers[f"${i}"], np.float32), registers["$0"].shape) for i in range(outputs)]
+        number = {torch.float32: np.float32, torch.int32: np.int32}[dtype]
+        columns = [np.broadcast_to(_as(registers[f"${i}"], number), registers["$0"].shape) for i in range(outputs)]
         return _tensor(torch.from_numpy(_by_tensor(np.stack(columns, 1), tuple(shape))))
 
 
@@ -230,7 +241,9 @@ class _Model:
             zeros=lambda shape, dtype, _=None: _tensor(torch.zeros(shape, dtype=dtype)),
             full=lambda shape, value, dtype, _: _tensor(torch.full(shape, value, dtype=dtype)),
             where=lambda c, a, b: torch.where(c, *(torch.as_tensor(x, dtype=torch.float32) for x in (a, b))),
-            maximum=torch.maximum, minimum=lambda a, b: torch.minimum(*map(torch.as_tensor, (a, b))),
+            maximum=lambda a, b: torch.maximum(*map(torch.as_tensor, (a, b))),
+            join=lambda a, b: torch.stack((a, b), -1),
+            minimum=lambda a, b: torch.minimum(*map(torch.as_tensor, (a, b))),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
             convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=ptx, store=self.store,
             cast=lambda x, dtype: x.to(dtype),
@@ -357,21 +370,38 @@ def _softmax() -> SimpleNamespace:
     gl = SimpleNamespace(
         inline_asm_elementwise=_Ptx(), float32=torch.float32, int32=torch.int32, sum=lambda x, axis: x.sum(axis),
         program_id=lambda axis: 0, SliceLayout=lambda *_: None, convert_layout=lambda x, *_, **__: x,
-        zeros=lambda shape, dtype, _: _tensor(torch.zeros(shape, dtype=dtype)),
+        max=lambda x, axis: x.amax(axis), maximum=lambda a, b: torch.maximum(*map(torch.as_tensor, (a, b))),
     )  # fmt: skip
     return as_python((hopper_softmax,), {"gl": gl})
 
 
 def test_a_score_above_its_own_rows_limit_is_found_in_every_place():
-    surpassed = _softmax().surpassed
-    limits = torch.randperm(64, generator=torch.Generator().manual_seed(1)).float() * 10
-    at_limit = limits[:, None].repeat(1, 4)
-    same, above = surpassed(_tensor(at_limit.clone()), limits - 8.0, 8.0)
-    assert not above and torch.equal(torch.Tensor(same), at_limit)
-    for row, thread in itertools.product(range(64), range(4)):
-        maxima = at_limit - 1.0
-        maxima[row, thread] += 1.5
-        assert surpassed(_tensor(maxima), limits - 8.0, 8.0)[1], (row, thread)
+    """And with a limit below 0 every block is looked at; one below 0 counts as 0 where the limit is not."""
+    softmax = _softmax()
+    generator = torch.Generator().manual_seed(1)
+    limits = torch.randperm(64, generator=generator).float() * 10
+
+    def above(scores: torch.Tensor, limits: torch.Tensor, chains: int) -> bool:
+        bits = softmax.thread_maxima_bits(_tensor(scores.clone()), 128, chains)
+        exact = scores.reshape(64, 16, 4, 2).amax((1, 3)).clamp_min(0.0)
+        assert bits.dtype == torch.int32 and torch.equal(torch.Tensor(bits.view(torch.float32)), exact)
+        same, found = softmax.surpassed(bits, _tensor(limits))
+        assert torch.equal(torch.Tensor(same), torch.Tensor(bits))
+        return found
+
+    for chains in (2, 4):
+        below = limits[:, None] - 1000.0 * torch.rand(64, 128, generator=generator)
+        below[:, 77] = limits
+        assert not above(below, limits, chains)
+        for row, column in itertools.product(range(0, 64, 3), range(128)):
+            scores = below.clone()
+            scores[row, column] = limits[row] + 0.5
+            assert above(scores, limits, chains), (row, column)
+        for row in range(64):
+            negative = limits.clone()
+            negative[row] = -3.0
+            assert above(torch.full((64, 128), -1e30), negative, chains), row
+        assert not above(torch.full((64, 128), -math.inf), limits, chains)
 
 
 def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():

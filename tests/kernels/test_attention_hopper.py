@@ -270,7 +270,7 @@ def test_tile_table_of_empty_documents(lengths, behind, device, monkeypatch):
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64)])
 def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     """The last kernel puts back in order what the consumers' threads added block by block, 64 x 64 numbers as the
-    registers of a 64-row product hold them: four a thread, of rows r and r + 8, columns c and c + 1."""
+    registers of a 64-row product hold them: four a thread, of rows r and r + 8, columns c and c + 1. It scales them."""
     queries, heads = block_m + 5, 2
     exact = torch.randn(1, 2 * block_m, heads, head_dim, device=device)
     order = torch.empty(64, 64, dtype=torch.long)
@@ -284,10 +284,10 @@ def test_dq_out_of_the_registers_order(head_dim, block_m, device):
     added[..., order.flatten().to(device)] = blocks.flatten(-2)
     dq = torch.empty(1, queries, heads, head_dim, device=device)
     attention_finish_kernel[(2 * heads,)](
-        added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2,
+        added, dq, None, None, *dq.stride()[:3], queries, queries, heads, 0, 2, 0.125,
         PACKED=False, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
     )  # fmt: skip
-    assert torch.equal(dq, exact[:, :queries])
+    assert torch.equal(dq, exact[:, :queries] * 0.125)
 
 
 def test_why_not_hopper(device):
