@@ -60,7 +60,7 @@ def attention_finish_kernel(
     queries, keys, heads, documents, tiles, scale,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one head: dQ, scaled, in its dtype; the last heads first, whose sums L2 still holds."""
+    """Of one block of queries and one head: dQ, scaled, in its dtype; the last heads first, as L2 holds their sums."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
     instance = (program // tiles).to(tl.int64)
