@@ -16,11 +16,12 @@ import torch._inductor.config as inductor_config
 from expected import Expected, check_ours, check_peer, expect, gradients, run_call
 from peers.base import Call, Maker, NotOfferedError, is_ours
 from rows import BACKWARD, FORWARD, GOAL_PEERS, ODD_ROWS, STEP, Row, make_inputs, make_upstream, work
-from timing import L2_FLUSH_BYTES, describe, interleaved, load_of
+from timing import L2_FLUSH_BYTES, PRODUCT_OPERATIONS, describe, interleaved, load_of, product_of
 
 GOAL_CARD = "H200"  # the card that the rows' goals are for
 GRAPH_BELOW_MS = 0.3  # calls shorter than this are timed in a CUDA graph too
 COPY = "copy"  # of as many bytes, among the providers that are timed in turn
+PRODUCT = "product"  # a large one, among the providers that start from a load
 LARGEST_COPY = 2**30  # bytes, read plus written: a larger one runs at the ceiling
 ROUNDS_MS = 500.0  # time that the calls of one row and direction may take together, beyond the fewest rounds
 MIN_ROUNDS = 11  # five gave medians of 36 and 39 ms for one call (torch.compile's linear + cross-entropy)
@@ -51,7 +52,7 @@ class Measurement:
         graph_ms: the same call replayed from a CUDA graph: without what launching costs the host.
         graph_note: why there is no graph_ms for a short call.
         gb_s, tflops: of the work that must be done, see rows.work.
-        share: of the ceiling that bounds the row.
+        share: of the ceiling that bounds the row: copying, or a large product, from the load where this starts from it.
         extra_gib: peak memory that a call takes beyond what was there.
     """
 
@@ -71,7 +72,8 @@ class Measurement:
 class Result:
     """A row in one direction: provider -> measurement, and what the table needs of the row: `odd` is a size off the
     block borders, `near` the round one beside it, `goal_peer` the best peer and its milliseconds when the goal was set,
-    `copy_ms` what a copy that moves as many bytes takes in the same rounds, where a row is bound by memory."""
+    `copy_ms` what a copy that moves as many bytes takes in the same rounds, where a row is bound by memory;
+    `product_tflops` the rate of a large product in the same rounds, where calls start from a load."""
 
     op: str
     label: str
@@ -85,6 +87,7 @@ class Result:
     rounds: int = 0
     goal_peer: tuple[str, float] | None = None
     copy_ms: float | None = None
+    product_tflops: float | None = None
     providers: dict[str, Measurement] = field(default_factory=dict)
 
 
@@ -300,27 +303,30 @@ class RowRun:
             return {}
 
     def _time(self, result: Result, functions: dict[str, Callable[[], Any]]) -> None:
+        named = functions.keys()
         functions = functions | self._copy(result)
         options: dict[str, Any] = {"resets": self._resets(functions), "warmup": 1}
         try:
             if result.flops > LOADED_OPERATIONS:
                 options["before"] = load_of(self.device, self.ceilings.matmul)
+                functions[PRODUCT] = product_of(self.device)
             # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
             timings = interleaved(functions, self.device, result.rounds, hide_launch=True, **options)
         except Exception as error:  # all ran alone a moment ago; which one it was cannot be told
-            for name in functions.keys() - {COPY}:
+            for name in named:
                 result.providers[name].status = f"failed: while timed in turn, {describe(error)}"
             return
         copy = timings.pop(COPY, None)
         result.copy_ms = copy and copy.median_ms
+        product = timings.pop(PRODUCT, None)
+        result.product_tflops = product and PRODUCT_OPERATIONS / product.median_ms / 1e9
+        products = result.product_tflops * 1e12 if result.product_tflops else self.ceilings.matmul
         for name, timing in timings.items():
             m = result.providers[name]
             m.ms, m.low_ms, m.high_ms = timing.median_ms, timing.low_ms, timing.high_ms
             m.gb_s = result.bytes / timing.median_ms / 1e6
             m.tflops = result.flops / timing.median_ms / 1e9 if result.flops else None
-            ceiling, rate = (
-                (self.ceilings.matmul, (m.tflops or 0.0) * 1e12) if result.flops else (self.ceilings.copy, m.gb_s * 1e9)
-            )
+            ceiling, rate = (products, (m.tflops or 0.0) * 1e12) if result.flops else (self.ceilings.copy, m.gb_s * 1e9)
             m.share = rate / ceiling if ceiling else None
 
     def _time_graphs(self, result: Result, direction: str, short: dict[str, Sequence[torch.Tensor]]) -> None:

@@ -273,9 +273,13 @@ def full_tables(results: KernelResults) -> str:
         lines += [f"Left out, no time: {'; '.join(results.left_out)}.", ""]
     ceilings = results.sources[-1]["ceilings"]
     if ceilings["copy_gb_s"]:
+        loaded = [rate for row in results.rows.values() if (rate := row.get("product_tflops"))]  # not in older files
+        after = ""
+        if loaded:
+            after = f"; right after the load of long calls, in their rounds, {min(loaded):,.0f} to {max(loaded):,.0f}"
         lines += [
             f"Ceilings of the card in the same run: copy {ceilings['copy_gb_s']:,.0f} GB/s (read plus written), bf16 "
-            f"matmul of 8192³ {ceilings['matmul_tflops']:,.0f} TFLOP/s.",
+            f"matmul of 8192³ {ceilings['matmul_tflops']:,.0f} TFLOP/s{after}.",
             "",
         ]
     return "\n".join([*lines, *sources(results)]) + "\n"

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
 LAUNCH_CYCLES = 1_200_000  # about 600 microseconds at 2 GHz: what a backward pass costs a fast host, with room to spare
 CYCLES_A_SECOND = 2e9  # of a GPU at its highest clock
+PRODUCT_SIDE = 8192
+PRODUCT_OPERATIONS = 2 * PRODUCT_SIDE**3
 LONGEST_PAUSE_S = 0.004  # a host that needs longer mostly waits for the GPU in the call, which nothing hides
 
 
@@ -141,6 +144,14 @@ def interleaved(
     return {name: Timing.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 
 
+def product_of(device: torch.device) -> Callable[[], Any]:
+    """A call that multiplies two large bf16 matrices: PRODUCT_OPERATIONS operations."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (PRODUCT_SIDE, PRODUCT_SIDE)
+    a, b = (torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
 def load_of(device: torch.device, rate: float, seconds: float = 0.025) -> Callable[[], Any]:
     """A call that keeps a GPU multiplying for about so long, as most of a training step does; nothing on a CPU. A card
     at its power limit lowers its clock: what ran before a long call then decides how fast that one is.
@@ -152,14 +163,12 @@ def load_of(device: torch.device, rate: float, seconds: float = 0.025) -> Callab
     """
     if device.type != "cuda":
         return _nothing
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
-    out = torch.empty_like(a)
-    times = max(round(seconds * rate / (2 * 8192**3)), 1)
+    product = product_of(device)
+    times = max(round(seconds * rate / PRODUCT_OPERATIONS), 1)
 
     def multiply() -> None:
         for _ in range(times):
-            torch.mm(a, b, out=out)
+            product()
 
     return multiply
 
@@ -174,9 +183,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def matmul_rate(device: torch.device) -> float:
     """Floating-point operations a second of a large bf16 multiplication on a GPU: the ceiling of what multiplies."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    timing = interleaved({"matmul": lambda: a @ b}, device, 10)["matmul"]
-    return 2 * 8192**3 / (timing.median_ms * 1e-3)
+    timing = interleaved({"matmul": product_of(device)}, device, 10)["matmul"]
+    return PRODUCT_OPERATIONS / (timing.median_ms * 1e-3)
 
 
 def card_state() -> str:

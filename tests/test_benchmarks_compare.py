@@ -59,10 +59,12 @@ def test_the_command_line_writes_every_row(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("op", ["rms_norm", "linear_cross_entropy"])
 def test_long_products_start_from_the_same_load(op, monkeypatch):
-    """Before every call that is timed, of every provider; not where memory is what counts."""
-    loads, calls = [], []
+    """Before every call that is timed, of every provider; not where memory is what counts. Their ceiling is a large
+    product's rate in the same rounds."""
+    loads, calls, products = [], [], []
     monkeypatch.setattr(measure, "LOADED_OPERATIONS", 1)
-    monkeypatch.setattr(measure, "load_of", lambda device, rate: lambda: loads.append(len(calls)))
+    monkeypatch.setattr(measure, "load_of", lambda device, rate: lambda: loads.append(len(calls) + len(products)))
+    monkeypatch.setattr(measure, "product_of", lambda device: lambda: products.append(1) or time.sleep(1e-3))
     function = rows.SPEC_OF[op].plain
 
     def make(inputs: dict[str, Any]) -> Any:
@@ -70,8 +72,14 @@ def test_long_products_start_from_the_same_load(op, monkeypatch):
 
     (result, *_) = _run(TINY[op], {"fuselm": make, "eager": make}).values()
     assert all(measured.status == "ok" for measured in result.providers.values())
-    assert loads == ([] if op == "rms_norm" else list(range(len(calls) - 2 * result.rounds, len(calls))))
+    timed = len(calls) + len(products)
+    assert loads == ([] if op == "rms_norm" else list(range(timed - 3 * result.rounds, timed)))
     assert (result.copy_ms is None) == (op == "linear_cross_entropy")
+    assert (result.product_tflops is None) == (op == "rms_norm")
+    if result.product_tflops:
+        assert 0.1 < result.product_tflops / (measure.PRODUCT_OPERATIONS / 1e9) <= 1.0
+        for measured in result.providers.values():
+            assert measured.share == pytest.approx(measured.tflops / result.product_tflops)
 
 
 def test_a_round_size_and_the_odd_one_beside_it_are_loaded_alike():

@@ -87,6 +87,17 @@ def test_the_full_table_has_every_provider_and_what_went_wrong():
     assert "4,280 GB/s" in text
 
 
+def test_the_rate_of_products_under_load_is_said_where_it_was_measured():
+    rows = [
+        _row("loss", f"{n}x9", {"fuselm": _measured(1.0)}, product_tflops=rate) for n, rate in ((8, 651.0), (9, 640.4))
+    ]
+    other = _row("norm", "9x9", {"fuselm": _measured(1.0)})
+    assert "700 TFLOP/s; right after the load of long calls, in their rounds, 640 to 651." in tables.full_tables(
+        tables.merged([_facts(*rows, other)])
+    )
+    assert "matmul of 8192³ 700 TFLOP/s." in tables.full_tables(tables.merged([_facts(other)]))
+
+
 def test_a_copy_of_as_many_bytes_is_a_column_where_it_was_timed():
     row = _row("norm", "64x64", {"fuselm": _measured(1.0), "Liger": _measured(2.0)}, copy_ms=0.9)
     failed = _row("norm", "8x8", {"fuselm": _measured(None, "failed: x"), "Liger": _measured(2.0)})
