@@ -5,16 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-import os
 import queue
 import random
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +24,7 @@ from fuselm.kernels.attention.hopper_dq import attention_finish_kernel
 from fuselm.kernels.attention.reference import visible_pairs
 from fuselm.kernels.launch.attention_hopper import heads_a_section, hopper_backward_launch
 
+from .compiling import compile_in_a_process
 from .protocol import as_python
 
 position_at, tile_and_head, key_blocks, split_blocks, query_blocks, short_tiles_last = map(
@@ -301,16 +299,6 @@ def test_why_not_hopper(device):
     assert "begin at a multiple" in str(common.tma_refusal("k", odd[..., 1:65]))
     assert "stride 2" in str(common.tma_refusal("v", torch.zeros(1, 8, 4, 128)[..., ::2]))
     assert common.tma_refusal("q", torch.zeros(1, 1, 4, 64).expand(1, 8, 4, 64)) is not None
-
-
-def compile_in_a_process(program: str) -> list[Any]:
-    """What `program` prints as JSON, run where Triton compiles."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=root)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def test_compiles_for_hopper():
