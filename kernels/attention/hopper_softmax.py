@@ -3,8 +3,8 @@
 What is subtracted from the scores need not be a row's maximum, only near enough for 2 to the power of the rest to stay
 small (FlashAttention-4 rescales by such a rule on Blackwell; that it is enough to follow the maximum is from
 FlashAttention-2, arXiv:2307.08691). As long as no score of a warp's 16 rows is more than 2^8 times what was subtracted
-last, nothing that was summed up is touched: neither the sums, nor the output. P up to 256 loses nothing in 16 bits,
-whose precision is relative.
+last, nothing that was summed up is touched: neither the sums, nor the output (or times 1 where a row of the warp has
+all its scores far below 0, at every block). P up to 256 loses nothing in 16 bits, whose precision is relative.
 """
 
 from __future__ import annotations
@@ -102,6 +102,15 @@ def floor_of(score_scale):
 
 
 @gluon_jit
+def offset_of(row_max, score_scale):
+    """What is subtracted from scaled scores; [64]. Rounded, whatever it goes into: if one product of a difference were
+    fused with it and the other not, rows that are not raised would change, a little at each block."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [row_max, score_scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon_jit
 def surpassed(maxima, limit):
     """([64, 4] bits of maxima, whether a row of this warp may have a score above its [64] limit).
 
@@ -137,7 +146,7 @@ def surpassed(maxima, limit):
 def raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N: tl.constexpr, scores: tl.constexpr):
     """Brings the sums to the maxima of a block's scores: (maximum, sum, what the output is still to be scaled by)."""
     raised = row_maxima(s, row_max, BLOCK_N, scores)
-    decay = gl.exp2(row_max * score_scale - raised * score_scale)
+    decay = gl.exp2(offset_of(row_max, score_scale) - offset_of(raised, score_scale))
     return raised, row_sum * _by_row(decay, row_sum), decay
 
 
@@ -181,7 +190,7 @@ def add_sums(a, b):
 @gluon_jit
 def packed(p, dtype: tl.constexpr):
     """P as it goes into the next pass of the loop: two of them in an int32. In fp32 three consumers have no registers
-    for it; in 16 bits each it would be taken apart and put together again on the way (64 of 493 instructions)."""
+    for it; in 16 bits each it would be taken apart and put together again on the way."""
     low, high = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(

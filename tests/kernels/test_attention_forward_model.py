@@ -73,6 +73,8 @@ def _run_line(line: str, registers: dict[str, Any]) -> None:
         result = f[0] > f[1]
     elif name == "setp.gt.or.s32":
         result = (f[0] > f[1]) | values[2]
+    elif name == "mul.rn.f32":
+        result = values[0] * values[1]
     elif name == "vote.sync.any.pred":
         result = np.array([values[0].any()])
     elif name == "selp.b32":
@@ -105,7 +107,7 @@ class _Ptx:
         outputs = constraints.count("=")
         assert outputs == pack and constraints.count(",") + 1 == pack * (1 + len(args))
         if isinstance(args[0], torch.Tensor):
-            args = list(torch.broadcast_tensors(*args))
+            args = list(torch.broadcast_tensors(*(torch.as_tensor(x, dtype=args[0].dtype) for x in args)))
         shape = args[0].shape if isinstance(args[0], torch.Tensor) else ()
         registers = dict(self.kept)
         for number, x in enumerate(args):
@@ -267,7 +269,14 @@ class _Model:
             self.raised += 1
             return softmax.raise_maximum(*args)
 
-        python = as_python((hopper_softmax, hopper_forward), names | {"raise_maximum": counted})
+        def bounded(*args: Any) -> Any:
+            p, sums = softmax.probabilities(*args)
+            assert not p.isfinite().any() or p[p.isfinite()].max() <= 2.0**8 * (1.0 + 1e-4)  # fp16 holds this
+            return p, sums
+
+        python = as_python(
+            (hopper_softmax, hopper_forward), names | {"raise_maximum": counted, "probabilities": bounded}
+        )
         python.declare_surpassed()
         k_s, v_s = (
             SimpleNamespace(index=ring.__getitem__, dtype=torch.float32) for ring in (self.rings["k"], self.rings["v"])
@@ -404,13 +413,60 @@ def test_a_score_above_its_own_rows_limit_is_found_in_every_place():
         assert not above(torch.full((64, 128), -math.inf), limits, chains)
 
 
+class _Fused:
+    """A float32 whose products are rounded only where they are not subtracted: as the compiler fuses, or does not."""
+
+    def __init__(self, value: np.ndarray, product: np.ndarray | None = None) -> None:
+        self.value, self.product = np.asarray(value, np.float32), product
+
+    def __mul__(self, other: _Fused) -> _Fused:
+        exact = self.value.astype(np.float64) * other.value
+        return _Fused(exact, exact)
+
+    def __sub__(self, other: _Fused) -> _Fused:
+        exact = self.value if self.product is None else self.product
+        return _Fused(exact.astype(np.float64) - other.value)
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.08838835, 1.0 / 7, 3.0, 50.0])
+def test_what_is_not_raised_stays_as_it_is(scale):
+    """Rows of a warp in which another was raised, and rows that saw nothing: their factor is 1, however large the
+    maximum is and whatever the compiler fuses."""
+    softmax = as_python((hopper_softmax,), {"gl": SimpleNamespace(maximum=max, minimum=min)})
+    log2_scale = np.float32(scale * LOG2E)
+    floor = np.float32(softmax.floor_of(float(log2_scale)))
+    maxima = np.append(np.random.default_rng(0).normal(0, 1e4, 200).astype(np.float32), floor)
+    decays = []
+
+    def exp2(x: _Fused) -> _Fused:
+        decays.append(np.exp2(x.value))
+        return _Fused(decays[-1])
+
+    def rounded(text: str, _constraints: str, x: list[_Fused], **_: Any) -> _Fused:
+        assert text == "mul.rn.f32 $0, $1, $2;"
+        return _Fused((x[0] * x[1]).value)
+
+    names = {
+        "gl": SimpleNamespace(exp2=exp2, float32=None, inline_asm_elementwise=rounded),
+        "row_maxima": lambda s, row_max, *_: row_max if s is None else s,
+        "_by_row": lambda x, _: x,
+    }
+    raise_maximum = as_python((hopper_softmax,), names).raise_maximum
+    ones = _Fused(np.ones_like(maxima))
+    raise_maximum(_Fused(maxima), ones, None, _Fused(log2_scale), 128, None)
+    assert np.array_equal(decays[-1], ones.value)
+    raise_maximum(_Fused(maxima), ones, _Fused(maxima + 3.0 / log2_scale), _Fused(log2_scale), 128, None)
+    assert np.allclose(decays[-1][:-1], 0.125, rtol=2e-3 * max(scale, 1.0))
+
+
 def test_rows_that_saw_nothing_raise_the_maximum_whatever_comes():
-    """Rows that see no key of the first block; scores far below 0, or that a tiny scale makes all alike, count."""
-    q = torch.full((64, 16), -8.0)
-    k = torch.full((100, 16), 8.0) + torch.arange(100)[:, None] * 1e-3
-    v = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
-    for scale, window in itertools.product((1.0, 1e-41), (0, 70)):
-        model = _Model([(0, 64, 100)], [q], [k], [v], LAUNCHES["2"], causal=True, window=window, own_blocks=True)
+    """Rows that see no key of the first block; scores far below 0, or that a tiny scale makes all alike, count. A large
+    scale must not make their floor infinite."""
+    k = torch.full((150, 16), 8.0) + torch.arange(150)[:, None] * 1e-3
+    v = torch.randn(150, 16, generator=torch.Generator().manual_seed(0))
+    for (scale, value), window in itertools.product(((1.0, -0.8), (1e-41, -8.0), (50.0, -0.016)), (0, 70)):
+        q = torch.full((64, 16), value)
+        model = _Model([(0, 64, 150)], [q], [k], [v], LAUNCHES["2"], causal=True, window=window, own_blocks=True)
         model.run(scale)
         out, lse = _expected(q, k, v, scale, True, window)
         assert torch.allclose(model.out[0].double(), out, rtol=1e-4, atol=1e-4)
