@@ -308,8 +308,8 @@ class RowRun:
         options: dict[str, Any] = {"resets": self._resets(functions), "warmup": 1}
         try:
             if result.flops > LOADED_OPERATIONS:
-                options["before"] = load_of(self.device, self.ceilings.matmul)
                 functions[PRODUCT] = product_of(self.device)
+                options["before"] = load_of(functions[PRODUCT], self.ceilings.matmul)
             # Or a backward pass of 0.1 ms on the GPU reads as the 0.3 to 0.5 ms that autograd takes on the host.
             timings = interleaved(functions, self.device, result.rounds, hide_launch=True, **options)
         except Exception as error:  # all ran alone a moment ago; which one it was cannot be told

@@ -152,18 +152,15 @@ def product_of(device: torch.device) -> Callable[[], Any]:
     return partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
-def load_of(device: torch.device, rate: float, seconds: float = 0.025) -> Callable[[], Any]:
-    """A call that keeps a GPU multiplying for about so long, as most of a training step does; nothing on a CPU. A card
-    at its power limit lowers its clock: what ran before a long call then decides how fast that one is.
+def load_of(product: Callable[[], Any], rate: float, seconds: float = 0.025) -> Callable[[], Any]:
+    """A call that keeps a GPU multiplying for about so long, as most of a training step does. A card at its power limit
+    lowers its clock: what ran before a long call then decides how fast that one is.
 
     Args:
-        device: where.
-        rate: its operations a second (`matmul_rate`).
+        product: what `product_of` gave.
+        rate: the card's operations a second (`matmul_rate`).
         seconds: for how long.
     """
-    if device.type != "cuda":
-        return _nothing
-    product = product_of(device)
     times = max(round(seconds * rate / PRODUCT_OPERATIONS), 1)
 
     def multiply() -> None:

@@ -63,7 +63,7 @@ def test_long_products_start_from_the_same_load(op, monkeypatch):
     product's rate in the same rounds."""
     loads, calls, products = [], [], []
     monkeypatch.setattr(measure, "LOADED_OPERATIONS", 1)
-    monkeypatch.setattr(measure, "load_of", lambda device, rate: lambda: loads.append(len(calls) + len(products)))
+    monkeypatch.setattr(measure, "load_of", lambda product, rate: lambda: loads.append(len(calls) + len(products)))
     monkeypatch.setattr(measure, "product_of", lambda device: lambda: products.append(1) or time.sleep(1e-3))
     function = rows.SPEC_OF[op].plain
 
@@ -99,7 +99,7 @@ def test_without_memory_for_it_the_load_or_the_copy_costs_no_other_row(monkeypat
     def none(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(measure, "load_of", none)
+    monkeypatch.setattr(measure, "product_of", none)
     monkeypatch.setattr(measure, "LOADED_OPERATIONS", 1)
     monkeypatch.setattr(measure.torch, "empty_like", none)
     for op, status in (("linear_cross_entropy", "failed: while timed in turn"), ("rms_norm", "ok")):
