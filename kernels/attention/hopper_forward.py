@@ -52,7 +52,6 @@ from fuselm.kernels.attention.hopper_softmax import (
     left_operand,
     margin_of,
     mask_scores,
-    offset_of,
     packed,
     pin,
     probabilities,
@@ -212,7 +211,7 @@ def _step(
         if above:
             row_max, row_sum, decay = raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N, scores)
             limit = row_max + margin
-        offset = offset_of(row_max, score_scale)
+        offset = row_max * score_scale
         first_half, second_half = halves(s)
         first, second = halves(first_half)
         p, sums = probabilities(first, offset, score_scale)
@@ -233,7 +232,7 @@ def _step(
             row_max, row_sum, decay = raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N, scores)
             limit = row_max + margin
             acc = scale_rows(acc, decay)
-        p, sums = probabilities(s, offset_of(row_max, score_scale), score_scale)
+        p, sums = probabilities(s, row_max * score_scale, score_scale)
         sums = add_sums(row_sum, sums)
     return acc, packed(p, v_s.dtype), row_max, limit, sums, slot, phase
 
@@ -295,7 +294,7 @@ def _consume(
             mbarrier.arrive(k_empty.index(before), count=1)
         s = mask_scores(s, last, low, high, True, WINDOW, BLOCK_N, scores)
         row_max = row_maxima(s, floor_of(score_scale), BLOCK_N, scores)
-        p, row_sum = probabilities(s, offset_of(row_max, score_scale), score_scale)
+        p, row_sum = probabilities(s, row_max * score_scale, score_scale)
         limit = row_max + margin
         p = packed(p, dtype)
         if CAUSAL:
@@ -326,7 +325,7 @@ def _consume(
         total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores), assert_trivial=True)
         seen = total > 0.0
         inverse = gl.where(seen, 1.0 / total, 0.0)
-        lse2 = gl.where(seen, offset_of(row_max, score_scale) + gl.log2(total), float("-inf"))
+        lse2 = gl.where(seen, row_max * score_scale + gl.log2(total), float("-inf"))
         # Again, as there are no registers to hold them through the tile.
         batch = noted(plan, step & 1, 1)
         head = noted(plan, step & 1, 2)

@@ -102,15 +102,6 @@ def floor_of(score_scale):
 
 
 @gluon_jit
-def offset_of(row_max, score_scale):
-    """What is subtracted from scaled scores; [64]. Rounded, whatever it goes into: if one product of a difference were
-    fused with it and the other not, rows that are not raised would change, a little at each block."""
-    return gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [row_max, score_scale], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon_jit
 def surpassed(maxima, limit):
     """([64, 4] bits of maxima, whether a row of this warp may have a score above its [64] limit).
 
@@ -143,10 +134,17 @@ def surpassed(maxima, limit):
 
 
 @gluon_jit
+def _difference(a, b):
+    """a - b, of rounded products: if the compiler fused one with the difference and the other not, rows that are not
+    raised would change, a little at each block."""
+    return gl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon_jit
 def raise_maximum(row_max, row_sum, s, score_scale, BLOCK_N: tl.constexpr, scores: tl.constexpr):
     """Brings the sums to the maxima of a block's scores: (maximum, sum, what the output is still to be scaled by)."""
     raised = row_maxima(s, row_max, BLOCK_N, scores)
-    decay = gl.exp2(offset_of(row_max, score_scale) - offset_of(raised, score_scale))
+    decay = gl.exp2(_difference(row_max * score_scale, raised * score_scale))
     return raised, row_sum * _by_row(decay, row_sum), decay
 
 

@@ -73,8 +73,8 @@ def _run_line(line: str, registers: dict[str, Any]) -> None:
         result = f[0] > f[1]
     elif name == "setp.gt.or.s32":
         result = (f[0] > f[1]) | values[2]
-    elif name == "mul.rn.f32":
-        result = values[0] * values[1]
+    elif name == "sub.rn.f32":
+        result = values[0] - values[1]
     elif name == "vote.sync.any.pred":
         result = np.array([values[0].any()])
     elif name == "selp.b32":
@@ -443,8 +443,8 @@ def test_what_is_not_raised_stays_as_it_is(scale):
         return _Fused(decays[-1])
 
     def rounded(text: str, _constraints: str, x: list[_Fused], **_: Any) -> _Fused:
-        assert text == "mul.rn.f32 $0, $1, $2;"
-        return _Fused((x[0] * x[1]).value)
+        assert text == "sub.rn.f32 $0, $1, $2;"
+        return _Fused(x[0].value - x[1].value)
 
     names = {
         "gl": SimpleNamespace(exp2=exp2, float32=None, inline_asm_elementwise=rounded),
